@@ -1,34 +1,41 @@
-"""Outputs that are not plain safetensors: each merged tensor is recoded when all are there.
+"""Formats of outputs that are not plain safetensors, and are stored while they are merged.
 
-A merge writes its chunks into one plain file, so that resuming, slices and digests are the same
-for every output. Then each tensor is read back and stored as its format says. A format is a module
-of this folder with a subclass of `Recoding`, which `open_recoding` makes, from headers alone.
+A format says how many elements are stored together: a block, a band of rows with one scale, an
+expert. The fewest chunks that are whole units make a run; where no fewer do, that is the tensor. A
+run is merged by one worker, which hands it to `encode` piece by piece, as often as it asks. What
+must know the largest magnitude of a whole tensor asks twice, and it is merged twice.
+
+So no tensor is held as a whole, nothing is written but the output, and runs are resumed, shared
+among slices and checked like chunks. A format is a module of this folder with a subclass of
+`Recoding`, made from headers alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from math import sqrt
-from typing import Any, Self
+from math import lcm, sqrt
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import RecipeError
 from dare.inputs.directory import Sidecars
-from dare.inputs.sources import Raw, Source
-from dare.recipe.recipe import Recipe
-from dare.tensors.chunks import chunk_spans
+from dare.inputs.sources import Raw
+from dare.tensors.chunks import CHUNK, chunk_count
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
 
 Floats = NDArray[np.float32]
-# Returns some elements of the merged tensor as they are stored: from which one on, and how many.
-Read = Callable[[int, int], Raw]
+# Yields the merged elements of a run in pieces of so many, each with its place in the tensor. The
+# last piece may be shorter. A piece is valid until the next; another call begins anew.
+Read = Callable[[int], Iterable[tuple[int, Raw]]]
 # Writes bytes of a stored tensor: its name, from which byte on, and the bytes.
 Put = Callable[[str, int, NDArray[np.uint8]], None]
+
+# What of an array is encoded at once, and the memory that this takes per element: some arrays of
+# float32, and of float64 to measure the loss.
+PIECE_ELEMENTS, PIECE_WORK = 1 << 18, 64
 
 
 @dataclass(frozen=True)
@@ -41,23 +48,45 @@ class Loss:
     """The largest difference of an element."""
 
 
-class LossMeter:
-    """Adds the loss of a tensor up, piece by piece."""
+class Unit(NamedTuple):
+    """The elements of a tensor that are stored together, and what that takes."""
 
-    def __init__(self) -> None:
-        self._lost = self._whole = self._largest = 0.0
+    elements: int = 1
+    """Their number, from the first of the tensor on; the last unit may have fewer.
+
+    Bytes of units that follow each other must follow each other in each stored tensor.
+    """
+    reads: int = 1
+    """How often `encode` reads them; they are merged as often."""
+    work_bytes: int = 0
+    """About how much memory `encode` takes."""
+
+
+class LossMeter:
+    """Adds up the loss of a tensor: Σ(stored - merged)², Σ merged² and the largest difference."""
+
+    def __init__(self, parts: Iterable[Sequence[float]] = ()) -> None:
+        self.sums = (0.0, 0.0, 0.0)
+        for part in parts:
+            self._count(*part)
 
     def add(self, merged: Floats, stored: Floats) -> None:
         """Count some elements: as they were merged, and as they read when they are stored."""
         difference = np.abs(np.subtract(stored, merged, dtype=np.float64))
-        self._lost += float(np.square(difference).sum())
-        self._whole += float(np.square(merged, dtype=np.float64).sum())
-        self._largest = max(self._largest, float(difference.max(initial=0)))
+        self._count(
+            float(np.square(difference).sum()),
+            float(np.square(merged, dtype=np.float64).sum()),
+            float(difference.max(initial=0)),
+        )
+
+    def _count(self, lost: float, whole: float, largest: float) -> None:
+        self.sums = self.sums[0] + lost, self.sums[1] + whole, max(self.sums[2], largest)
 
     @property
     def loss(self) -> Loss:
         """The loss of what was counted."""
-        return Loss(sqrt(self._lost / self._whole) if self._whole else 0.0, self._largest)
+        lost, whole, largest = self.sums
+        return Loss(sqrt(lost / whole) if whole else 0.0, largest)
 
 
 class Recoding:
@@ -76,15 +105,24 @@ class Recoding:
         """Return the tensors that a merged one becomes: by default itself; maybe none."""
         return [tensor]
 
-    def encode(self, tensor: Described, read: Read, put: Put) -> Loss | None:
-        """Store a merged tensor, in bounded memory; return its loss, None if nothing is lost.
+    def unit(self, tensor: Described) -> Unit:  # noqa: ARG002
+        """Return what of a tensor is stored together."""
+        return Unit()
 
-        Several threads may be here at once, each with a tensor.
+    def encode(self, tensor: Described, read: Read, put: Put) -> LossMeter | None:
+        """Store a run of a merged tensor; return its loss, None if nothing is lost.
+
+        Several threads may be here at once, each with a run.
         """
-        name, dtype, shape = tensor
-        for start, count in chunk_spans(stored_elements(dtype, shape)):
-            put(name, start * dtype.itemsize, read(start, count).view(np.uint8))
+        name, dtype, _ = tensor
+        for start, raw in read(PIECE_ELEMENTS):
+            put(name, start * dtype.itemsize, raw.view(np.uint8))
         return None
+
+    def chunks_together(self, tensor: Described) -> int:
+        """Return the length of runs, in chunks."""
+        run = lcm(self.unit(tensor).elements, CHUNK) // CHUNK
+        return max(1, min(run, chunk_count(stored_elements(*tensor[1:]))))
 
     def build_header(
         self, tensors: Iterable[Described], metadata: Mapping[str, str]
@@ -97,22 +135,29 @@ class Recoding:
         return self
 
 
-def find_recoding(recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:
-    """Return the format that a recipe asks for; None: plain safetensors."""
-    if recipe.output is not None and recipe.output.suffix == ".gguf":
-        if recipe.format is not None:
-            raise RecipeError("format is for safetensors; leave it out, and set dtype for GGUF")
-        return _open("gguf", recipe, inputs)
-    if recipe.dtype is not None and recipe.dtype not in STORAGE_TYPES:
-        raise RecipeError(f"dtype {recipe.dtype}: is for an output that ends with .gguf")
-    if recipe.format is None or recipe.output is None:
-        return None
-    if (found := _open("quantised", recipe, inputs)) is not None:
-        return found
-    what = "the base is not quantised in a format that can be written"
-    raise RecipeError(f'format = "input": {what}; leave format out, or set dtype')
+def in_pieces(arrays: Iterable[Raw], size: int) -> Iterator[Raw]:
+    """Cut arrays that follow each other into pieces of a size; the last may be shorter.
 
-
-def _open(name: str, recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:
-    found: Recoding | None = import_module(f"dare.formats.{name}").open_recoding(recipe, inputs)
-    return found
+    >>> [piece.tolist() for piece in in_pieces([np.arange(3), np.arange(4)], 2)]
+    [[0, 1], [2, 0], [1, 2], [3]]
+    """
+    room: Raw | None = None  # for pieces that lie in several arrays
+    held = 0
+    for raw in arrays:
+        done = 0
+        if room is not None and held:
+            done = min(size - held, raw.size)
+            room[held : held + done] = raw[:done]
+            held += done
+            if held == size:
+                yield room
+                held = 0
+        while raw.size - done >= size:
+            yield raw[done : done + size]
+            done += size
+        if done < raw.size:
+            room = np.empty(size, raw.dtype) if room is None else room
+            held = raw.size - done
+            room[:held] = raw[done:]
+    if room is not None and held:
+        yield room[:held]

@@ -35,7 +35,7 @@ from dare.errors import (
     VerificationError,
 )
 from dare.output.journal import Journal, JournalContent, Record, is_held, read_locked
-from dare.output.sink import FileSink, Metadata, check_free_space, explaining
+from dare.output.sink import FileSink, Metadata, check_free_space, explaining, make_sink
 from dare.output.targets import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -147,7 +147,7 @@ class Publisher:
 
     def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         """Return a sink for an output whose layout is known."""
-        return FileSink(self.folder, self.layout, metadata)
+        return make_sink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
         """Give a complete output its name; return what went wrong when it was there."""

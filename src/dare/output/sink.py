@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,16 +20,21 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import OutputError
-from dare.formats.recoding import Loss
-from dare.inputs.sources import Raw
-from dare.output.journal import Journal, JournalContent, Record
-from dare.planning.data import MERGED_NAME, Layout
-from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, file_digest
+from dare.output.journal import Journal, JournalContent, Key, Record
+from dare.planning.data import Layout
+from dare.tensors.chunks import (
+    bytes_digest,
+    chunk_count,
+    chunk_span,
+    file_digest,
+    running_digest,
+)
 from dare.tensors.files import OutputFile
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, stored_elements
 from dare.tensors.system import sync_folder
 
 PIECES_NAME = "dare-pieces.bin"
+READ_BYTES = 8 << 20  # read back at once
 
 Bytes = NDArray[np.uint8]
 Metadata = Mapping[str, Mapping[str, str]]  # by file
@@ -145,15 +150,30 @@ class FileSink:
     def has(self, record: Record) -> bool:
         """Tell whether a chunk that was recorded is there, byte for byte."""
         try:
-            return bytes_digest(self.read_chunk(record)) == record.output
+            return all(self.digest(*part[:3]) == part[3] for part in self.parts(record))
         except OSError:  # the disk does not give it back
             return False
 
-    def read_chunk(self, record: Record) -> bytes:
-        """Read back what was written of a chunk."""
+    def files_of(self, name: str) -> set[str]:
+        """Return the files that a merged tensor is written into."""
+        return {self.places[name][0]}
+
+    def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
+        """Yield what was written of a chunk: file, position, number of bytes, digest."""
         file, info = self.places[record.tensor]
         start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
-        return self.opened[file].read(info.start + start, count)
+        yield file, info.start + start, count, record.output
+
+    def reader(self, file: str) -> OutputFile:
+        """Return a file from which chunks are read back."""
+        return self.opened[file]
+
+    def digest(self, file: str, position: int, nbytes: int) -> str:
+        """Hash some bytes of a file."""
+        found, end = running_digest(), position + nbytes
+        for start in range(position, end, READ_BYTES):
+            found.update(self.reader(file).read(start, min(READ_BYTES, end - start)))
+        return found.hexdigest()
 
     def take_over(self, records: list[Record]) -> list[Record]:
         """Go on from chunks of an earlier try; return those that count."""
@@ -190,53 +210,62 @@ class FileSink:
         self.opened = {}
 
 
-class RecodedSink(FileSink):
-    """A file of merged tensors; `recode` it into the output's files when all are there."""
+class CodedSink(FileSink):
+    """Files of another format, in which chunks are stored by runs; see `dare.formats.recoding`.
 
-    def __init__(
-        self, folder: Path, merged: Layout, output: Layout, metadata: Mapping[str, str]
-    ) -> None:
-        super().__init__(folder, merged, metadata)
-        self.layout = output
-        self._metadata = metadata
-        self._merged: OutputFile | None = None
+    The record of a run's first chunk says what was stored.
+    """
 
-    def missing_bytes(self) -> int:
-        rest = sum(self.layout.sizes) if self._merged is None else 0
-        return super().missing_bytes() + rest
+    def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
+        super().__init__(folder, layout, metadata)
+        assert layout.recoding is not None
+        self._recoding = layout.recoding
+        self._chunks: dict[str, int] = {}  # of each merged tensor
+        self._together: dict[str, int] = {}  # those of a run
+        self._stored: dict[str, list[str]] = {}  # tensors of the output
+        for name, dtype, shape in layout.merged:
+            self._chunks[name] = chunk_count(stored_elements(dtype, shape))
+            self._together[name] = self._recoding.chunks_together((name, dtype, shape))
+            self._stored[name] = [own for own, *_ in self._recoding.stored((name, dtype, shape))]
 
-    def recode(self, threads: int, progress: Callable[[int], None]) -> dict[str, Loss | None]:
-        """Write every tensor in the output's format; return what each has lost by that."""
-        recoding = self.layout.recoding
-        assert recoding is not None
-        ((name, (_, tensors)),) = self.built.items()
-        merged = self._merged = self.opened.pop(name)
-        self.lay_out(self.layout, self._metadata)
-        with explaining(self.folder, resumable=self.resumable):
-            self.make()
-            check_free_space(self)
+    def make(self, files: Iterable[str] | None = None) -> None:
+        super().make(files)
+        for tensor in self.layout.merged:
+            if not self._chunks[tensor[0]]:  # so nobody makes it, but it may have a scale
+                self._recoding.encode(tensor, lambda _size: (), self.write)
 
-        def encode(info: TensorInfo) -> Loss | None:
-            def read(start: int, count: int) -> Raw:
-                with explaining(self.folder / name, what="read", resumable=self.resumable):
-                    raw = merged.read(info.position(start), count * info.dtype.itemsize)
-                return np.frombuffer(raw, info.dtype.carrier)
+    def expects(self, record: Record) -> bool:
+        name, chunk = record.key
+        if chunk not in range(self._chunks.get(name, 0)):
+            return False
+        is_stored = chunk % self._together[name] == 0 and bool(self._stored[name])
+        return is_stored == bool(record.stored)
 
-            loss = recoding.encode((info.name, info.dtype, info.shape), read, self.write)
-            progress(info.nbytes)
-            return loss
+    def files_of(self, name: str) -> set[str]:
+        return {self.places[own][0] for own in self._stored[name]}
 
-        with ThreadPoolExecutor(threads) as pool:
-            return dict(zip(tensors, pool.map(encode, tensors.values()), strict=True))
+    def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
+        for name, start, count, digest in record.stored:
+            file, info = self.places[name]
+            yield file, info.start + start, count, digest
 
-    def clear_up(self) -> None:
-        (self.folder / MERGED_NAME).unlink()
-        sync_folder(self.folder)  # or else a power cut may bring it back when all is done
+    def take_over(self, records: list[Record]) -> list[Record]:
+        """Go on from runs of which all chunks count."""
+        runs = defaultdict[Key, list[Record]](list)
+        for record in records:
+            runs[record.tensor, record.chunk // self._together[record.tensor]].append(record)
+        whole: list[Record] = []
+        for (name, run), found in runs.items():
+            together = self._together[name]
+            if len(found) == min(together, self._chunks[name] - run * together):
+                whole += found
+        return whole
 
-    def close(self, *, hopeless: bool = False) -> None:
-        if self._merged is not None:
-            self._merged.close()
-        super().close(hopeless=hopeless)
+
+def make_sink(folder: Path, layout: Layout, metadata: Mapping[str, str]) -> FileSink:
+    """Return a sink for the files of an output."""
+    kind = FileSink if layout.recoding is None else CodedSink
+    return kind(folder, layout, metadata)
 
 
 class PieceSink(FileSink):
@@ -263,9 +292,12 @@ class PieceSink(FileSink):
     def expects(self, record: Record) -> bool:
         return bool(record.piece) and record.chunk in range(self._chunks.get(record.tensor, 0))
 
-    def read_chunk(self, record: Record) -> bytes:
+    def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
         start, nbytes, _ = record.piece
-        return self._pieces.read(start, nbytes)
+        yield PIECES_NAME, start, nbytes, record.output
+
+    def reader(self, file: str) -> OutputFile:  # noqa: ARG002
+        return self._pieces
 
     @property
     def size(self) -> int:

@@ -51,7 +51,6 @@ from dare.output.targets import (
 )
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
-from dare.tensors.chunks import chunk_span
 from dare.tensors.names import some_of
 from dare.tensors.system import sync_folder
 
@@ -295,15 +294,13 @@ class Finisher(Alone):
         makers = defaultdict[tuple[str, int], set[str]](set)
         for file, (header, _) in self._sink.built.items():
             makers[file, (len(header) - 1) // LARGEST_PAGE].add("")
-        pages = {}  # the first and the last of each chunk: it has those between to itself
-        for record in records:
-            file, info = self._sink.places[record.tensor]
-            start, count = chunk_span(record.chunk, info.elements)
-            first = info.start + start * info.dtype.itemsize
-            ends = first, first + count * info.dtype.itemsize - 1
-            pages[record.key] = [(file, place // LARGEST_PAGE) for place in ends]
-            for page in pages[record.key]:
-                makers[page].add(self._found.makers.get(record.key, ""))
+        pages = defaultdict[Key, list[tuple[str, int]]](list)
+        for record in records:  # what lies between the ends of a part, it has to itself
+            for file, start, nbytes, _ in self._sink.parts(record):
+                ends = [(file, end // LARGEST_PAGE) for end in (start, start + nbytes - 1)]
+                pages[record.key] += ends
+                for page in ends:
+                    makers[page].add(self._found.makers.get(record.key, ""))
         return {key for key, ends in pages.items() if any(len(makers[page]) > 1 for page in ends)}
 
     def adopt(self, output: Output, planned: Plan) -> None:

@@ -52,6 +52,7 @@ class Layout:
     files: Mapping[str, tuple[Described, ...]]
     scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
     recoding: Recoding | None = field(default=None, kw_only=True)  # if not plain safetensors
+    merged: tuple[Described, ...] = field(default=(), kw_only=True)  # before they are recoded
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of every file
 
     def __post_init__(self) -> None:
@@ -185,7 +186,6 @@ def _nbytes(tensor: Described) -> int:
 
 
 FORMAT = 1  # of manifests
-MERGED_NAME = "dare-merged.safetensors"  # what is merged, until it is recoded
 JOURNAL_VERSION = 2
 
 
@@ -237,6 +237,11 @@ class TensorPlan:
         first = len(self.stages) - len(self.refine)
         refine = zip(self.stages[first:], self.refine, strict=True)
         return [(stage, own) for stage, own in refine if self.is_surveyed_by(stage, own)]
+
+    @property
+    def described(self) -> Described:
+        """Its name, type and shape, as it is merged."""
+        return self.name, self.dtype, self.shape
 
     @property
     def key(self) -> str:
@@ -381,14 +386,6 @@ class PlanData:
         """The format of the output, if that is not plain safetensors."""
         return None if self.layout is None else self.layout.recoding
 
-    @property
-    def merged_layout(self) -> Layout | None:
-        """The files that chunks are written into: the output's, or one that is recoded."""
-        if self.recoding is None:
-            return self.layout
-        tensors = tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
-        return Layout(Path(MERGED_NAME), {MERGED_NAME: tensors})
-
     @cached_property
     def has_later_draws(self) -> bool:
         return any(1 in t.draws_of(m) for t in self.merged() for m in t.models)
@@ -510,6 +507,10 @@ class PlanData:
         return tensor.is_merged and (
             tensor.joint_reads > 0 or any(map(tensor.surveyed_stages, tensor.models))
         )
+
+    def chunks_together(self, tensor: TensorPlan) -> int:
+        """Return how many chunks of a tensor are made and recorded together."""
+        return 1 if self.recoding is None else self.recoding.chunks_together(tensor.described)
 
     @cached_property
     def has_deltas(self) -> bool:

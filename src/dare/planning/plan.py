@@ -19,6 +19,7 @@ from dare.documents.document import Document, Section, tabulate
 from dare.documents.shown import Shown
 from dare.documents.words import exact_text, named, show_size, times, weight_text
 from dare.errors import RecipeError, printable
+from dare.formats.recoding import Unit
 from dare.inputs.sources import bytes_for
 from dare.kernels import DEVICES, GROUP, Device
 from dare.planning.data import Fate, PlanData, TensorPlan
@@ -45,11 +46,24 @@ class Cost:
     @cached_property
     def passes(self) -> int:
         """The most times that a tensor is read, if surveys can remember what they see."""
-        most = 0
-        for tensor in self.plan.merged():
-            of_models = map(tensor.survey_reads, tensor.models)
-            most = max(most, max(of_models, default=0) + tensor.joint_reads)
-        return 1 + most
+        return max(
+            (self._survey_reads(t) + self._unit(t).reads for t in self.plan.tensors), default=1
+        )
+
+    @cached_property
+    def surveys_first(self) -> bool:
+        """True if a tensor is read for surveys before it is merged."""
+        return any(map(self._survey_reads, self.plan.tensors))
+
+    def _survey_reads(self, tensor: TensorPlan) -> int:
+        if not tensor.is_merged:
+            return 0
+        return max(map(tensor.survey_reads, tensor.models), default=0) + tensor.joint_reads
+
+    def _unit(self, tensor: TensorPlan) -> Unit:
+        """Return what of a tensor is stored together, in the output's format."""
+        recoding = self.plan.recoding
+        return Unit() if recoding is None else recoding.unit(tensor.described)
 
     # ------------------------------------------------------------ bytes
 
@@ -66,21 +80,17 @@ class Cost:
             for m in tensor.models
         ]
         once = base + sum(size for _, size in models)
+        made = once * self._unit(tensor).reads
         if not tensor.is_merged:
-            return once
+            return made
         surveys = sum(tensor.survey_reads(m) * (base + size) for m, size in models)
-        return once + surveys + once * tensor.joint_reads
+        return made + surveys + once * tensor.joint_reads
 
     @cached_property
     def bytes_written(self) -> int:
         """Bytes of weights in the output."""
         if self.plan.layout is not None and self.plan.recoding is not None:
             return sum(self.plan.layout.sizes)
-        return self.merged_bytes
-
-    @cached_property
-    def merged_bytes(self) -> int:
-        """Bytes of merged weights, which may be recoded."""
         return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.plan.tensors)
 
     # ------------------------------------------------------------ memory and threads
@@ -134,7 +144,13 @@ class Cost:
             held=self._models_held,
             has_deltas=self.plan.has_deltas,
         )
-        return buffers + sum(source.cost.reading_bytes for source in self.plan.sources)
+        reading = sum(source.cost.reading_bytes for source in self.plan.sources)
+        return buffers + reading + self._storing_bytes
+
+    @cached_property
+    def _storing_bytes(self) -> int:
+        """The memory that the output's format takes for a tensor."""
+        return max((self._unit(tensor).work_bytes for tensor in self.plan.tensors), default=0)
 
     @property
     def _device(self) -> Device:
@@ -143,7 +159,7 @@ class Cost:
     @cached_property
     def is_fused(self) -> bool:
         """True if one kernel can combine every chunk, so that no model's values are kept."""
-        if self.passes > 1 or self.plan.has_deltas or not self._device.fuses:
+        if self.surveys_first or self.plan.has_deltas or not self._device.fuses:
             return False
         return not self.plan.has_later_draws and all(  # a kernel draws one mask for each model
             0 not in tensor.weights
@@ -169,7 +185,7 @@ class Cost:
         return max((kind.itemsize for kind in kinds), default=1)
 
     def surveys(self, tensor: TensorPlan) -> Iterator[tuple[int, int, Stage]]:
-        """Yield of each survey of a tensor the memory it takes, what it leaves, and its stage."""
+        """Yield (peak bytes, kept bytes, stage) for each survey of a tensor."""
         shape, models = tensor.shape, len(tensor.models)
         if tensor.input_axis == 0:  # stages count by outputs × inputs
             shape = shape[::-1]
@@ -246,7 +262,7 @@ class Cost:
     def spare_bytes(self) -> int:
         """The memory that one thread's survey may use: half of what the buffers leave."""
         left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes
-        return max(0, left // 2 // self.threads) if self.passes > 1 else 0
+        return max(0, left // 2 // self.threads) if self.surveys_first else 0
 
     @property
     def buffer_bytes(self) -> int:

@@ -38,13 +38,14 @@ from dare.run.backend import open_backend
 from dare.run.threads import Id, Results, Step, run_steps
 from dare.run.worker import (
     Conclude,
-    Make,
     MakeCoder,
     Merger,
     Progress,
+    Recoder,
     Worker,
     list_census_steps,
     list_steps,
+    records_of,
     sources_of,
 )
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_span
@@ -275,13 +276,13 @@ def execute(
     progress: Progress = lambda _nbytes: None,
     known: Results | None = None,
     share: Share | None = None,
-    make_coder: MakeCoder = Merger,
+    make_coder: MakeCoder | None = None,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
     `record` gets the records of each batch. `known` are the conclusions of a plan that this one is
     a part of; else they are drawn here. With a `share`, only its chunks are merged. `make_coder`
-    makes what codes chunks.
+    makes what codes chunks: unless it is given, they are stored as the plan's layout says.
     """
     if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
@@ -290,13 +291,14 @@ def execute(
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
         pairs = zip(steps, results, strict=True)
-        if made := [result for step, result in pairs if isinstance(step, Make)]:
+        if made := [each for step, result in pairs for each in records_of(step, result)]:
             record(made)
             records.extend(made)
 
     finished = {found.key for found in done}
     steps = list_steps(plan, finished, known or (), share)
-    _run_steps(plan, steps, sink, progress, known or {}, collect, make_coder)
+    coder = make_coder or (Merger if plan.recoding is None else Recoder)
+    _run_steps(plan, steps, sink, progress, known or {}, collect, coder)
     return records
 
 

@@ -17,9 +17,9 @@ where they first appear (`dare.checks.inputs`).
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
-from dare.inputs.sources import Source, bytes_for, read_chunks, read_stored
+from dare.formats.recoding import in_pieces
+from dare.inputs.sources import Raw, Source, bytes_for, read_chunks, read_stored
 from dare.output.journal import Record
 from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
@@ -38,7 +39,7 @@ from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
 from dare.run.threads import Batch, Id, Results, Step
 from dare.stages.blocks import DeltaView, Grams
 from dare.stages.matrices import refine
-from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_span, running_digest
 from dare.tensors.files import ALIGNMENT
 
 # Ids of conclusions with the positions of their stages in the chain, by tensor and model.
@@ -84,6 +85,18 @@ class Make(Step):
     chunk: int
 
 
+@dataclass(frozen=True, slots=True)
+class MakeRun(Make):
+    """Merge chunks of a tensor from one on, and store them together in the output's format."""
+
+
+def records_of(step: Step, result: Any) -> list[Record]:
+    """Return the records of the chunks that a step has made; none of other steps."""
+    if isinstance(step, MakeRun):
+        return list(result)
+    return [result] if isinstance(step, Make) else []
+
+
 def survey_id(tensor: TensorPlan, model: int | None = None) -> Id:
     """Return the id of a model's survey, or of all models'."""
     return "survey", tensor.name, model
@@ -107,6 +120,7 @@ def list_steps(
     the merge; but not if the output is sent in parts, which fill in the order of the files.
     """
     conclusions = conclusions_of(plan)
+    making = _making if plan.recoding is None else partial(_making_runs, plan)
     copies: list[Step] = []
     steps: list[Step] = []
     is_sent = plan.layout is not None and plan.layout.is_sent
@@ -115,12 +129,12 @@ def list_steps(
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
         chunks = [c for c in to_make if (tensor.name, c) not in done]
         if not tensor.is_merged:
-            (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
+            (steps if is_sent else copies).extend(making(tensor, chunks, (), is_sent * group))
         elif chunks:
             merges = True
             surveys = list(list_surveys(tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
-            steps += [*surveys, *_making(tensor, chunks, needs, group)]
+            steps += [*surveys, *making(tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
 
 
@@ -185,6 +199,15 @@ def _making(
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
 
+def _making_runs(
+    plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
+) -> Iterator[MakeRun]:
+    name, together = tensor.name, plan.chunks_together(tensor)
+    for first in sorted({chunk - chunk % together for chunk in chunks}):
+        size = chunk_span(first, tensor.elements, together)[1]
+        yield MakeRun(("make", name, first), needs, group, size, name, first)
+
+
 # ---------------------------------------------------------------- doing the steps
 
 
@@ -230,6 +253,10 @@ class Worker:
             match work:
                 case list():
                     yield from self._code(list(self._read_batch(work, results)))
+                case MakeRun() as step:
+                    assert isinstance(self._code, Recoder)  # as the plan has a format
+                    run = partial(self._read_run, step, results)
+                    yield self._code.store(self._tensors[step.tensor], step.chunk, run)
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -347,22 +374,25 @@ class Worker:
     def _read_batch(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
         """Read the chunks of a batch, each to its own place in the buffers."""
         for span in spans:
-            tensor = self._tensors[span.tensor]
-            summaries = _summaries_of(tensor, results)
-            (chunk,) = self._read(tensor, tensor.models, summaries, span)
+            yield from self._read_span(span, results)
+
+    def _read_run(self, step: MakeRun, results: Results) -> Iterator[Chunk]:
+        """Read a run, some chunks at a time, all to the same place in the buffers."""
+        return self._read_span(Span(step.tensor, step.chunk * CHUNK, step.elements, 0), results)
+
+    def _read_span(self, span: Span, results: Results) -> Iterator[Chunk]:
+        tensor = self._tensors[span.tensor]
+        held = [s.held(tensor.name) for s in sources_of(self._plan, tensor, tensor.models)]
+        for chunk in self._read(tensor, tensor.models, _summaries_of(tensor, results), span):
             numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-            known = [
-                [] if held is None else [held.digests[number] for number in numbers]
-                for source in sources_of(self._plan, tensor, tensor.models)
-                for held in [source.held(tensor.name)]
-            ]
+            known = [[each.digests[n] for n in numbers] if each else [] for each in held]
             yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
 
     def _batches(self, steps: Sequence[Step]) -> Iterator[list[Span] | Step]:
         """Yield steps one by one, but chunks to be made together, as far as there is room."""
         most, spans = self._backend.batch_elements, list[Span]()
         for step in steps:
-            if not isinstance(step, Make):
+            if not isinstance(step, Make) or isinstance(step, MakeRun):
                 if spans:
                     yield spans
                     spans = []
@@ -464,6 +494,49 @@ class Merger:
             used += (self._sink.position(name, offset) - used) % ALIGNMENT
             yield chunk, self._backend.output[used : used + nbytes], False
             used += nbytes
+
+
+class Recoder(Merger):
+    """The coder of a merge into another format: has a run merged as it is being stored."""
+
+    def store(
+        self, tensor: TensorPlan, first: int, run: Callable[[], Iterator[Chunk]]
+    ) -> list[Record]:
+        """Store the run that begins with a chunk; the format may have it read and merged again."""
+        recoding, made = self._plan.recoding, list[Made]()
+        assert recoding is not None
+        digests, spans = defaultdict[str, Any](running_digest), dict[str, tuple[int, int]]()
+
+        def merge() -> Iterator[Raw]:
+            found = [] if made else made  # the second time it is the same again
+            for chunk in run():
+                room = self._backend.output[: chunk.size * tensor.dtype.itemsize]
+                part = self._backend.merge([(chunk, room)])
+                self._check(chunk, part)
+                found += part
+                yield room.view(tensor.dtype.carrier)
+
+        def read(size: int) -> Iterator[tuple[int, Raw]]:
+            place = first * CHUNK
+            for piece in in_pieces(merge(), size):
+                yield place, piece
+                place += piece.size
+
+        def put(name: str, start: int, data: Bytes) -> None:
+            begin, nbytes = spans.get(name, (start, 0))
+            if start != begin + nbytes:
+                raise AssertionError(f"{name}: its bytes do not follow each other")
+            spans[name] = begin, nbytes + data.size
+            digests[name].update(data.data)
+            self._sink.write(name, start, data)
+
+        meter = recoding.encode(tensor.described, read, put)
+        if not made:  # there is no such tensor in the format
+            deque(merge(), maxlen=0)
+        records = [Record(tensor.name, first + n, *each) for n, each in enumerate(made)]
+        stored = tuple((name, *span, digests[name].hexdigest()) for name, span in spans.items())
+        sums = () if meter is None else meter.sums
+        return [replace(records[0], stored=stored, sums=sums), *records[1:]]
 
 
 def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:
