@@ -1,12 +1,12 @@
 """Formats of outputs that are not plain safetensors, and are stored while they are merged.
 
 A format says how many elements are stored together: a block, a band of rows with one scale, an
-expert. The fewest chunks that are whole units make a run; where no fewer do, that is the tensor. A
-run is merged by one worker, which hands it to `encode` piece by piece, as often as it asks. What
-must know the largest magnitude of a whole tensor asks twice, and it is merged twice.
+expert. The fewest chunks that are whole units make a stretch; if no fewer do, the tensor is one. A
+worker merges a stretch and hands it to `encode` piece by piece, as often as that asks. A format
+that must know the largest magnitude of a whole tensor asks twice, so the tensor is merged twice.
 
-So no tensor is held as a whole, nothing is written but the output, and runs are resumed, shared
-among slices and checked like chunks. A format is a module of this folder with a subclass of
+So no tensor is held as a whole, nothing is written but the output, and stretches are resumed,
+checked and shared among slices like chunks. A format is a module of this folder with a subclass of
 `Recoding`, made from headers alone.
 """
 
@@ -27,13 +27,13 @@ from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
 
 Floats = NDArray[np.float32]
-# Yields the merged elements of a run in pieces of so many, each with its place in the tensor. The
-# last piece may be shorter. A piece is valid until the next; another call begins anew.
+# Yields the merged elements of a stretch in pieces of so many, each with its place in the tensor.
+# The last piece may be shorter. A piece is valid until the next; another call begins anew.
 Read = Callable[[int], Iterable[tuple[int, Raw]]]
 # Writes bytes of a stored tensor: its name, from which byte on, and the bytes.
 Put = Callable[[str, int, NDArray[np.uint8]], None]
 
-# What of an array is encoded at once, and the memory that this takes per element: some arrays of
+# Elements that are encoded at once, and the bytes that this takes for each: some arrays of
 # float32, and of float64 to measure the loss.
 PIECE_ELEMENTS, PIECE_WORK = 1 << 18, 64
 
@@ -110,9 +110,9 @@ class Recoding:
         return Unit()
 
     def encode(self, tensor: Described, read: Read, put: Put) -> LossMeter | None:
-        """Store a run of a merged tensor; return its loss, None if nothing is lost.
+        """Store a stretch of a merged tensor; return its loss, None if nothing is lost.
 
-        Several threads may be here at once, each with a run.
+        Several threads may be here at once, each with a stretch.
         """
         name, dtype, _ = tensor
         for start, raw in read(PIECE_ELEMENTS):
@@ -120,9 +120,9 @@ class Recoding:
         return None
 
     def chunks_together(self, tensor: Described) -> int:
-        """Return the length of runs, in chunks."""
-        run = lcm(self.unit(tensor).elements, CHUNK) // CHUNK
-        return max(1, min(run, chunk_count(stored_elements(*tensor[1:]))))
+        """Return the length of a tensor's stretches, in chunks."""
+        chunks = lcm(self.unit(tensor).elements, CHUNK) // CHUNK
+        return max(1, min(chunks, chunk_count(stored_elements(*tensor[1:]))))
 
     def build_header(
         self, tensors: Iterable[Described], metadata: Mapping[str, str]

@@ -59,7 +59,7 @@ class Record:
     exceptions: tuple[Count, Count]  # elements that overflow, and that are NaN
     piece: tuple[int, ...] = ()  # a coded chunk's start among the pieces, size and number of values
     sums: tuple[float, ...] = ()  # a coded chunk's figures, to be added up over all chunks
-    # For the first chunk of a run in another format: tensors of the output, the place in each,
+    # For the first chunk of a stretch in another format: tensors of the output, the place in each,
     # the number of bytes there, and their digest.
     stored: tuple[tuple[str, Count, Count, Digest], ...] = ()
 

@@ -211,9 +211,9 @@ class FileSink:
 
 
 class CodedSink(FileSink):
-    """Files of another format, in which chunks are stored by runs; see `dare.formats.recoding`.
+    """Files of another format, with stretches of chunks stored; see `dare.formats.recoding`.
 
-    The record of a run's first chunk says what was stored.
+    The record of a stretch's first chunk says what was stored.
     """
 
     def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
@@ -221,7 +221,7 @@ class CodedSink(FileSink):
         assert layout.recoding is not None
         self._recoding = layout.recoding
         self._chunks: dict[str, int] = {}  # of each merged tensor
-        self._together: dict[str, int] = {}  # those of a run
+        self._together: dict[str, int] = {}  # those of a stretch
         self._stored: dict[str, list[str]] = {}  # tensors of the output
         for name, dtype, shape in layout.merged:
             self._chunks[name] = chunk_count(stored_elements(dtype, shape))
@@ -250,14 +250,14 @@ class CodedSink(FileSink):
             yield file, info.start + start, count, digest
 
     def take_over(self, records: list[Record]) -> list[Record]:
-        """Go on from runs of which all chunks count."""
-        runs = defaultdict[Key, list[Record]](list)
+        """Go on from stretches of which all chunks count."""
+        stretches = defaultdict[Key, list[Record]](list)
         for record in records:
-            runs[record.tensor, record.chunk // self._together[record.tensor]].append(record)
+            stretches[record.tensor, record.chunk // self._together[record.tensor]].append(record)
         whole: list[Record] = []
-        for (name, run), found in runs.items():
+        for (name, number), found in stretches.items():
             together = self._together[name]
-            if len(found) == min(together, self._chunks[name] - run * together):
+            if len(found) == min(together, self._chunks[name] - number * together):
                 whole += found
         return whole
 

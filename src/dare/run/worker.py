@@ -86,13 +86,13 @@ class Make(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class MakeRun(Make):
-    """Merge chunks of a tensor from one on, and store them together in the output's format."""
+class MakeStretch(Make):
+    """Merge a stretch of chunks, from one on, and store it in the output's format."""
 
 
 def records_of(step: Step, result: Any) -> list[Record]:
     """Return the records of the chunks that a step has made; none of other steps."""
-    if isinstance(step, MakeRun):
+    if isinstance(step, MakeStretch):
         return list(result)
     return [result] if isinstance(step, Make) else []
 
@@ -120,7 +120,7 @@ def list_steps(
     the merge; but not if the output is sent in parts, which fill in the order of the files.
     """
     conclusions = conclusions_of(plan)
-    making = _making if plan.recoding is None else partial(_making_runs, plan)
+    making = _making if plan.recoding is None else partial(_making_stretches, plan)
     copies: list[Step] = []
     steps: list[Step] = []
     is_sent = plan.layout is not None and plan.layout.is_sent
@@ -199,13 +199,13 @@ def _making(
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
 
-def _making_runs(
+def _making_stretches(
     plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
-) -> Iterator[MakeRun]:
+) -> Iterator[MakeStretch]:
     name, together = tensor.name, plan.chunks_together(tensor)
     for first in sorted({chunk - chunk % together for chunk in chunks}):
         size = chunk_span(first, tensor.elements, together)[1]
-        yield MakeRun(("make", name, first), needs, group, size, name, first)
+        yield MakeStretch(("make", name, first), needs, group, size, name, first)
 
 
 # ---------------------------------------------------------------- doing the steps
@@ -253,10 +253,10 @@ class Worker:
             match work:
                 case list():
                     yield from self._code(list(self._read_batch(work, results)))
-                case MakeRun() as step:
+                case MakeStretch() as step:
                     assert isinstance(self._code, Recoder)  # as the plan has a format
-                    run = partial(self._read_run, step, results)
-                    yield self._code.store(self._tensors[step.tensor], step.chunk, run)
+                    read = partial(self._read_stretch, step, results)
+                    yield self._code.store(self._tensors[step.tensor], step.chunk, read)
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -376,8 +376,8 @@ class Worker:
         for span in spans:
             yield from self._read_span(span, results)
 
-    def _read_run(self, step: MakeRun, results: Results) -> Iterator[Chunk]:
-        """Read a run, some chunks at a time, all to the same place in the buffers."""
+    def _read_stretch(self, step: MakeStretch, results: Results) -> Iterator[Chunk]:
+        """Read a stretch, some chunks at a time, all to the same place in the buffers."""
         return self._read_span(Span(step.tensor, step.chunk * CHUNK, step.elements, 0), results)
 
     def _read_span(self, span: Span, results: Results) -> Iterator[Chunk]:
@@ -392,7 +392,7 @@ class Worker:
         """Yield steps one by one, but chunks to be made together, as far as there is room."""
         most, spans = self._backend.batch_elements, list[Span]()
         for step in steps:
-            if not isinstance(step, Make) or isinstance(step, MakeRun):
+            if not isinstance(step, Make) or isinstance(step, MakeStretch):
                 if spans:
                     yield spans
                     spans = []
@@ -497,19 +497,19 @@ class Merger:
 
 
 class Recoder(Merger):
-    """The coder of a merge into another format: has a run merged as it is being stored."""
+    """The coder of a merge into another format: merges a stretch of chunks as it is stored."""
 
     def store(
-        self, tensor: TensorPlan, first: int, run: Callable[[], Iterator[Chunk]]
+        self, tensor: TensorPlan, first: int, read_inputs: Callable[[], Iterator[Chunk]]
     ) -> list[Record]:
-        """Store the run that begins with a chunk; the format may have it read and merged again."""
+        """Store the stretch that begins with a chunk; the format may have it merged again."""
         recoding, made = self._plan.recoding, list[Made]()
         assert recoding is not None
         digests, spans = defaultdict[str, Any](running_digest), dict[str, tuple[int, int]]()
 
         def merge() -> Iterator[Raw]:
             found = [] if made else made  # the second time it is the same again
-            for chunk in run():
+            for chunk in read_inputs():
                 room = self._backend.output[: chunk.size * tensor.dtype.itemsize]
                 part = self._backend.merge([(chunk, room)])
                 self._check(chunk, part)

@@ -1,4 +1,4 @@
-"""Runs of chunks that are stored together: whole, interrupted, in slices, damaged."""
+"""Stretches of chunks that are stored together: whole, interrupted, in slices, damaged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dare.formats.fp8 import Fp8
 from dare.formats.mxfp4 import Mxfp4
 from dare.formats.recoding import in_pieces
 from dare.inputs.sources import FileSource
-from dare.run.worker import MakeRun, list_steps
+from dare.run.worker import MakeStretch, list_steps
 from dare.tensors.chunks import CHUNK
 from helpers import listing, read_tensor, save
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.mlp.down_proj.weight"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
-# For each kind the chunks of the runs of its tensor. A band of 128 rows of 96 is 3 · 2¹² elements,
-# so that 3 chunks have whole ones; an expert of 640 × 640 divides no fewer chunks than there are.
+# For each kind the chunks of each stretch of its tensor. A band of 128 rows of 96 has 3 · 2¹²
+# elements, so 3 chunks have whole ones; an expert of 640 × 640 divides no fewer than all.
 KINDS = {"block": [3, 1], "rows": [1, 1, 1], "one": [4], "experts": [3]}
 NAMES = {kind: EXPERTS if kind == "experts" else NAME for kind in KINDS}
 SCALES = {"block": (157, 1), "rows": (20_000, 1), "one": ()}
@@ -77,10 +77,10 @@ def read(file):
     return {n: np.frombuffer(r, i.dtype.numpy_type).reshape(i.shape) for n, (i, r) in raw.items()}
 
 
-def test_runs_are_as_short_as_units_allow(case, tmp_path):
+def test_stretches_are_as_short_as_units_allow(case, tmp_path):
     kind, models, _, _ = case
     steps = [s for s in list_steps(dare.plan(**asked(models, tmp_path))) if s.tensor == NAMES[kind]]
-    assert {type(step) for step in steps} == {MakeRun}
+    assert {type(step) for step in steps} == {MakeStretch}
     assert [-(-step.elements // CHUNK) for step in steps] == KINDS[kind]
 
 
@@ -109,7 +109,7 @@ def test_a_tensor_with_one_scale_is_read_twice_and_others_once(case):
 
 
 @pytest.mark.parametrize("puts", [0, 1, 2, 5, 9])
-def test_an_interrupted_run_is_made_again(case, tmp_path, monkeypatch, puts):
+def test_an_interrupted_stretch_is_made_again(case, tmp_path, monkeypatch, puts):
     _, models, expected, report = case
     output, left = tmp_path / "out", iter(range(puts))
     write_bytes = dare.output.sink.FileSink.write
@@ -131,7 +131,7 @@ def test_an_interrupted_run_is_made_again(case, tmp_path, monkeypatch, puts):
     assert (output / "model.safetensors").read_bytes() == expected
 
 
-def test_a_damaged_run_is_made_again_and_only_that(case, tmp_path, monkeypatch):
+def test_a_damaged_stretch_is_made_again_and_only_that(case, tmp_path, monkeypatch):
     kind, models, expected, report = case
     output, chunks = tmp_path / "out", sum(KINDS[kind])
 
@@ -144,7 +144,7 @@ def test_a_damaged_run_is_made_again_and_only_that(case, tmp_path, monkeypatch):
             merge(models, output)
     file = tmp_path / "out.partial" / "model.safetensors"
     with file.open("r+b") as opened:
-        place = len(expected) // 2  # among the codes of the longest run, or of one of all
+        place = len(expected) // 2  # among the codes of the longest stretch, or of one of all
         opened.seek(place)
         opened.write(bytes([expected[place] ^ 1]))
     again = merge(models, output)
@@ -154,7 +154,7 @@ def test_a_damaged_run_is_made_again_and_only_that(case, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [2, 7])
-def test_slices_have_whole_runs(case, tmp_path, count):
+def test_slices_have_whole_stretches(case, tmp_path, count):
     kind, models, expected, report = case
     request = asked(models, tmp_path / "out")
     done = [dare.merge_slice(request, f"{number}/{count}") for number in range(1, count + 1)]
