@@ -55,52 +55,49 @@ class Fp8:
         if self.scale.is_one:
             return Unit(math.prod(shape), 2, work)
         elements = self.scale.block_rows * shape[-1]
-        held = STORAGE_TYPES["F32"].itemsize * max(PIECE_ELEMENTS, elements)
+        held = 2 * STORAGE_TYPES["F32"].itemsize * max(PIECE_ELEMENTS, elements)
         return Unit(elements, 1, work + held)
 
     def encode(self, tensor: Described, read: Read, put: Put) -> LossMeter:
         """Store rows of blocks, some at once; or all of the tensor, read twice, with one scale."""
-        meter, unit = LossMeter(), self.unit(tensor).elements
-        if self.scale.is_one or not unit:
-            _, (_, _, grid) = self.stored(tensor)
-            count = 1 if self.scale.is_one else grid[0]
-            self._encode(tensor, 0, count, lambda: read(PIECE_ELEMENTS), put, meter)
-            return meter
-        for start, raw in read(max(1, PIECE_ELEMENTS // unit) * unit):
-            count = -(-raw.size // unit)
-            self._encode(tensor, start // unit, count, partial(_cut, start, raw), put, meter)
+        (name, kind, _), (beside, scale_kind, grid) = self.stored(tensor)
+        meter, cpu = LossMeter(), kernels.load("cpu")
+        largest = np.zeros((1 if self.scale.is_one else grid[0], self.scale.columns), np.float32)
+        top = float(limits_of(kind.numpy_type).max)
+        most = top * float(limits_of(scale_kind.numpy_type).max)
+        for band, pieces in self._bands(tensor, read):
+            for _, matrix, rows, columns in self._rectangles(tensor, pieces()):
+                if not float(np.abs(matrix).max(initial=0)) <= most:  # or it is NaN
+                    what = "has values that are not finite, or too large for FP8 with such scales"
+                    raise NotFiniteError(f"{name}: {what}; leave format out")
+                found = np.maximum.reduceat(np.abs(matrix), _begins(columns), axis=1)
+                found = np.maximum.reduceat(found, _begins(rows), axis=0)
+                part = largest[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+                np.maximum(part, found, out=part)
+            scales = self._fresh(largest[band] / np.float32(top))
+            put(beside, band.start * scales[:1].nbytes, scales.reshape(-1).view(np.uint8))
+            factors = scales.astype(np.float32)
+            for start, matrix, rows, columns in self._rectangles(tensor, pieces()):
+                own = factors if self.scale.columns == 1 else factors[:, columns]
+                own = own[rows - band.start]
+                codes = np.empty(matrix.size, kind.carrier)
+                cpu.encode(np.clip(matrix / own, -top, top).reshape(-1), codes)
+                put(name, start, codes.view(np.uint8))
+                meter.add(matrix, decoded(codes, "cpu").reshape(matrix.shape) * own)
         return meter
 
-    def _encode(
-        self, tensor: Described, top: int, count: int, pieces: Pieces, put: Put, meter: LossMeter
-    ) -> None:
-        """Store some rows of blocks from `top` on, whose elements can be had twice."""
-        (name, kind, _), (beside, scale_kind, _) = self.stored(tensor)
-        cpu = kernels.load("cpu")
-        largest = np.zeros((count, self.scale.columns), np.float32)
-        limit = float(limits_of(kind.numpy_type).max)
-        most = limit * float(limits_of(scale_kind.numpy_type).max)
-        for _, matrix, rows, columns in self._rectangles(tensor, top, pieces()):
-            if not float(np.abs(matrix).max(initial=0)) <= most:  # or it is NaN
-                what = "has values that are not finite, or too large for FP8 with such scales"
-                raise NotFiniteError(f"{name}: {what}; leave format out")
-            found = np.maximum.reduceat(np.abs(matrix), _begins(columns), axis=1)
-            found = np.maximum.reduceat(found, _begins(rows), axis=0)
-            part = largest[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-            np.maximum(part, found, out=part)
-        scales = self._fresh(largest / np.float32(limit))
-        put(beside, top * scales[:1].nbytes, scales.reshape(-1).view(np.uint8))
-        factors = scales.astype(np.float32)
-        for start, matrix, rows, columns in self._rectangles(tensor, top, pieces()):
-            own = factors[rows[0] : rows[-1] + 1]
-            own = (own if self.scale.columns == 1 else own[:, columns])[rows - rows[0]]
-            codes = np.empty(matrix.size, kind.carrier)
-            cpu.encode(np.clip(matrix / own, -limit, limit).reshape(-1), codes)
-            put(name, start, codes.view(np.uint8))
-            meter.add(matrix, decoded(codes, "cpu").reshape(matrix.shape) * own)
+    def _bands(self, tensor: Described, read: Read) -> Iterator[tuple[slice, Pieces]]:
+        """Yield rows of blocks, and their elements, which can be had twice."""
+        unit = self.unit(tensor).elements
+        if self.scale.is_one or not unit:
+            yield slice(0, None), lambda: read(PIECE_ELEMENTS)
+            return
+        for start, raw in read(max(1, PIECE_ELEMENTS // unit) * unit):
+            band = slice(start // unit, -(-(start + raw.size) // unit))
+            yield band, partial(_cut, start, raw)
 
     def _rectangles(
-        self, tensor: Described, top: int, pieces: Iterable[tuple[int, Raw]]
+        self, tensor: Described, pieces: Iterable[tuple[int, Raw]]
     ) -> Iterator[tuple[int, Floats, Numbers, Numbers]]:
         """Yield rectangles of a weight: where they begin, and the block of each row and column."""
         shape, scale = tensor[2], self.scale
@@ -111,7 +108,7 @@ class Fp8:
                 start = row * width + column
                 part = raw[start - first :][: rows * columns]
                 values = decoded(part, "cpu").reshape(rows, columns)
-                above = np.arange(row, row + rows) // height - top
+                above = np.arange(row, row + rows) // height
                 left = np.arange(column, column + columns) // scale.block_columns
                 yield start, values, above, left
 

@@ -141,23 +141,14 @@ def in_pieces(arrays: Iterable[Raw], size: int) -> Iterator[Raw]:
     >>> [piece.tolist() for piece in in_pieces([np.arange(3), np.arange(4)], 2)]
     [[0, 1], [2, 0], [1, 2], [3]]
     """
-    room: Raw | None = None  # for pieces that lie in several arrays
-    held = 0
+    held, room = list[Raw](), size  # the beginning of a piece, and what it lacks
     for raw in arrays:
-        done = 0
-        if room is not None and held:
-            done = min(size - held, raw.size)
-            room[held : held + done] = raw[:done]
-            held += done
-            if held == size:
-                yield room
-                held = 0
-        while raw.size - done >= size:
-            yield raw[done : done + size]
-            done += size
-        if done < raw.size:
-            room = np.empty(size, raw.dtype) if room is None else room
-            held = raw.size - done
-            room[:held] = raw[done:]
-    if room is not None and held:
-        yield room[:held]
+        left = raw
+        while left.size >= room:
+            yield np.concatenate([*held, left[:room]]) if held else left[:room]
+            held, room, left = [], size, left[room:]
+        if left.size:
+            held.append(left.copy())  # the next array may lie in the same place
+            room -= left.size
+    if held:
+        yield np.concatenate(held)

@@ -38,6 +38,7 @@ from dare.run.backend import open_backend
 from dare.run.threads import Id, Results, Step, run_steps
 from dare.run.worker import (
     Conclude,
+    Make,
     MakeCoder,
     Merger,
     Progress,
@@ -45,7 +46,6 @@ from dare.run.worker import (
     Worker,
     list_census_steps,
     list_steps,
-    records_of,
     sources_of,
 )
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_span
@@ -291,7 +291,7 @@ def execute(
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
         pairs = zip(steps, results, strict=True)
-        if made := [each for step, result in pairs for each in records_of(step, result)]:
+        if made := [each for step, found in pairs if isinstance(step, Make) for each in found]:
             record(made)
             records.extend(made)
 

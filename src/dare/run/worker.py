@@ -90,13 +90,6 @@ class MakeStretch(Make):
     """Merge a stretch of chunks, from one on, and store it in the output's format."""
 
 
-def records_of(step: Step, result: Any) -> list[Record]:
-    """Return the records of the chunks that a step has made; none of other steps."""
-    if isinstance(step, MakeStretch):
-        return list(result)
-    return [result] if isinstance(step, Make) else []
-
-
 def survey_id(tensor: TensorPlan, model: int | None = None) -> Id:
     """Return the id of a model's survey, or of all models'."""
     return "survey", tensor.name, model
@@ -120,7 +113,6 @@ def list_steps(
     the merge; but not if the output is sent in parts, which fill in the order of the files.
     """
     conclusions = conclusions_of(plan)
-    making = _making if plan.recoding is None else partial(_making_stretches, plan)
     copies: list[Step] = []
     steps: list[Step] = []
     is_sent = plan.layout is not None and plan.layout.is_sent
@@ -129,12 +121,14 @@ def list_steps(
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
         chunks = [c for c in to_make if (tensor.name, c) not in done]
         if not tensor.is_merged:
-            (steps if is_sent else copies).extend(making(tensor, chunks, (), is_sent * group))
+            (steps if is_sent else copies).extend(
+                _making(plan, tensor, chunks, (), is_sent * group)
+            )
         elif chunks:
             merges = True
             surveys = list(list_surveys(tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
-            steps += [*surveys, *making(tensor, chunks, needs, group)]
+            steps += [*surveys, *_making(plan, tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
 
 
@@ -191,21 +185,13 @@ def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> It
 
 
 def _making(
-    tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
-) -> Iterator[Make]:
-    name, elements = tensor.name, tensor.elements
-    for chunk in chunks:  # millions of them, in a large model
-        size = chunk_span(chunk, elements)[1]
-        yield Make(("make", name, chunk), needs, group, size, name, chunk)
-
-
-def _making_stretches(
     plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
-) -> Iterator[MakeStretch]:
-    name, together = tensor.name, plan.chunks_together(tensor)
-    for first in sorted({chunk - chunk % together for chunk in chunks}):
-        size = chunk_span(first, tensor.elements, together)[1]
-        yield MakeStretch(("make", name, first), needs, group, size, name, first)
+) -> Iterator[Make]:
+    name, elements, together = tensor.name, tensor.elements, plan.chunks_together(tensor)
+    kind = Make if plan.recoding is None else MakeStretch
+    for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):  # maybe millions
+        size = chunk_span(chunk, elements, together)[1]
+        yield kind(("make", name, chunk), needs, group, size, name, chunk)
 
 
 # ---------------------------------------------------------------- doing the steps
@@ -252,7 +238,9 @@ class Worker:
         for work in self._batches(batch.steps):
             match work:
                 case list():
-                    yield from self._code(list(self._read_batch(work, results)))
+                    yield from (
+                        [made] for made in self._code(list(self._read_batch(work, results)))
+                    )
                 case MakeStretch() as step:
                     assert isinstance(self._code, Recoder)  # as the plan has a format
                     read = partial(self._read_stretch, step, results)
@@ -505,7 +493,7 @@ class Recoder(Merger):
         """Store the stretch that begins with a chunk; the format may have it merged again."""
         recoding, made = self._plan.recoding, list[Made]()
         assert recoding is not None
-        digests, spans = defaultdict[str, Any](running_digest), dict[str, tuple[int, int]]()
+        stored: dict[str, tuple[int, int, Any]] = {}
 
         def merge() -> Iterator[Raw]:
             found = [] if made else made  # the second time it is the same again
@@ -523,20 +511,17 @@ class Recoder(Merger):
                 place += piece.size
 
         def put(name: str, start: int, data: Bytes) -> None:
-            begin, nbytes = spans.get(name, (start, 0))
-            if start != begin + nbytes:
-                raise AssertionError(f"{name}: its bytes do not follow each other")
-            spans[name] = begin, nbytes + data.size
-            digests[name].update(data.data)
+            begin, nbytes, digest = stored.get(name) or (start, 0, running_digest())
+            digest.update(data.data)
+            stored[name] = begin, nbytes + data.size, digest
             self._sink.write(name, start, data)
 
         meter = recoding.encode(tensor.described, read, put)
         if not made:  # there is no such tensor in the format
             deque(merge(), maxlen=0)
-        records = [Record(tensor.name, first + n, *each) for n, each in enumerate(made)]
-        stored = tuple((name, *span, digests[name].hexdigest()) for name, span in spans.items())
-        sums = () if meter is None else meter.sums
-        return [replace(records[0], stored=stored, sums=sums), *records[1:]]
+        head, *others = (Record(tensor.name, first + n, *each) for n, each in enumerate(made))
+        parts = tuple((n, begin, size, d.hexdigest()) for n, (begin, size, d) in stored.items())
+        return [replace(head, stored=parts, sums=meter.sums if meter else ()), *others]
 
 
 def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:
