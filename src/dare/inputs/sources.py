@@ -294,16 +294,16 @@ class FileSource(InputFiles):
         self.headers: dict[Path, Header] = {}
         folders = _folders(path)
         files = {
-            file: (prefix, promise)
+            file: (prefix, shard)
             for prefix, folder in folders.items()
-            for file, promise in find_files(folder, "safetensors", *STEMS).items()
+            for file, shard in find_files(folder, "safetensors", *STEMS).items()
         }
         prefetch_beginnings(files)
-        for file, (prefix, promise) in files.items():
+        for file, (prefix, shard) in files.items():
             with self.open_header(file) as opened:
                 header = self.headers[file] = read_header(opened, str(file))
-            if promise is not None:
-                check_against_index(promise, file, set(header.tensors))
+            if shard is not None:
+                check_against_index(shard, file, set(header.tensors))
             for info in header.tensors.values():
                 self.add(replace(info, name=prefix + info.name) if prefix else info, file)
         self.metadata = next(iter(self.headers.values())).metadata if "" in folders else {}
@@ -600,15 +600,15 @@ def _folders(path: Path) -> dict[str, Path]:
     return {f"{folder.name}/": folder for folder, files in weights.items() if files}
 
 
-class Promise(NamedTuple):
-    """The tensors that an index says a shard has."""
+class IndexedShard(NamedTuple):
+    """An index, and the tensors that a shard has by it."""
 
-    place: Path  # of the index
+    index: Path
     tensors: set[str]
 
 
-def find_files(path: Path, kind: str, *stems: str) -> dict[Path, Promise | None]:
-    """Find the files of a model, each with the tensors that its index promises, if any.
+def find_files(path: Path, kind: str, *stems: str) -> dict[Path, IndexedShard | None]:
+    """Find the files of a model, each with what its index says, if there is one.
 
     In a directory, that is the index, or the usual single file, or the only one that ends alike: a
     variant such as `model.fp16.safetensors`, which may have an index too.
@@ -626,14 +626,14 @@ def find_files(path: Path, kind: str, *stems: str) -> dict[Path, Promise | None]
         file = path / found[0]
         if file.suffix != ".json":
             return {file: None}
-        return {shard: Promise(file, tensors) for shard, tensors in read_index(file).items()}
+        return {shard: IndexedShard(file, own) for shard, own in read_index(file).items()}
     if weights:
         raise InputError(f"{path}: has {len(weights)} {kind} files and no {index}; name one file")
     raise InputError(f"{path}: has no {kind} file and no {index}")
 
 
 def read_index(index: Path) -> dict[Path, set[str]]:
-    """Return the shards that an index names, each with the tensors it promises."""
+    """Return the shards that an index names, each with its tensors."""
     text = read_limited(index, MAX_INDEX_BYTES)
     try:
         weight_map = json.loads(text)["weight_map"]
@@ -650,10 +650,10 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def check_against_index(promise: Promise, file: Path, held: set[str]) -> None:
-    """Refuse a shard that holds other tensors than its index promises."""
-    index, promised = promise
-    for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
+def check_against_index(shard: IndexedShard, file: Path, held: set[str]) -> None:
+    """Refuse a shard that holds other tensors than its index says."""
+    index, listed = shard
+    for tensors, complaint in ((listed - held, "lacks"), (held - listed, "also holds")):
         if tensors:
             names = some_of(sorted(tensors))
             raise HeaderError(f"{index}: {file.name} {complaint} {names}; get both files again")

@@ -10,8 +10,8 @@ replaces, so that the name never leads nowhere. A file follows its manifest. Wha
 a process dies in between is known by the journal, and the next run removes it. Of a replaced
 directory only the files are deleted that its manifest names.
 
-`Alone` opens the journal for a process that makes the whole output; `dare.output.slices` has what
-several processes do instead.
+`SoleWriter` opens the journal for a process that makes the whole output; `dare.output.slices` has
+what several processes do instead.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Identity(NamedTuple):
     stamps: str = ""  # by what its inputs are known here and now
 
 
-class Alone:
+class SoleWriter:
     """The part of a process that makes a whole output: it has the journal, and makes the files."""
 
-    # After these nothing is left behind.
-    hopeless: tuple[type[BaseException], ...] = (
+    # Errors after which nothing is left behind.
+    FATAL: tuple[type[BaseException], ...] = (
         MismatchError,
         NotFiniteError,
         RecipeError,
@@ -103,11 +103,11 @@ class Alone:
         """Open the files, or make them."""
         sink.make()
 
-    def wants(self, record: Record) -> bool:  # noqa: ARG002
-        """Tell whether a chunk is this process's business."""
+    def owns(self, record: Record) -> bool:  # noqa: ARG002
+        """Tell whether a chunk is for this process to make."""
         return True
 
-    def doubts(self, records: list[Record]) -> Collection[Record]:
+    def must_rehash(self, records: list[Record]) -> Collection[Record]:
         """Return the chunks that must be hashed again before they count."""
         return records
 
@@ -175,7 +175,7 @@ class Output:
         *,
         resume: bool = True,
         overwrite: bool = False,
-        part: Alone | None = None,
+        part: SoleWriter | None = None,
         discards: bool = False,
     ) -> None:
         self.sink = sink
@@ -190,7 +190,7 @@ class Output:
         self.others: dict[str, str] = {}  # digests of the files beside the weights
         self.made: list[Path] = []  # folders that did not exist
         self._publisher = publisher
-        self._part = part or Alone()
+        self._part = part or SoleWriter()
         self._discards = discards  # what is incomplete is of no use to the next try
         self._is_void = False
 
@@ -217,9 +217,9 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
-        hopeless = kind is not None and issubclass(kind, self._part.hopeless)
-        self.sink.close(hopeless=hopeless)
-        if self.journal is not None and ((self._is_void and not self._part.is_shared) or hopeless):
+        is_fatal = kind is not None and issubclass(kind, self._part.FATAL)
+        self.sink.close(discard=is_fatal)
+        if self.journal is not None and ((self._is_void and not self._part.is_shared) or is_fatal):
             # Nothing is in it, or this can never be finished as it was planned.
             self.journal.release()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -281,16 +281,16 @@ class Output:
     def _sort(self, found: JournalContent) -> None:
         """Sort the chunks that there are by whether their inputs are known to be the same."""
         for stamps, record in found.records.values():
-            if self.sink.expects(record) and self._part.wants(record):
+            if self.sink.expects(record) and self._part.owns(record):
                 is_same = stamps == self.identity.stamps
                 (self.resumed if is_same else self.doubtful).append(record)
 
     def _intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk is there as the journal says."""
-        doubted = self._part.doubts(records)
+        to_rehash = self._part.must_rehash(records)
         with ThreadPoolExecutor() as pool:
-            there = list(itertools.compress(doubted, pool.map(self.sink.has, doubted)))
-        checked = {record.key for record in doubted}
+            there = list(itertools.compress(to_rehash, pool.map(self.sink.has, to_rehash)))
+        checked = {record.key for record in to_rehash}
         return [record for record in records if record.key not in checked] + there
 
     def confirm(self, records: Iterable[Record]) -> None:

@@ -202,9 +202,8 @@ class FileSink:
     def clear_up(self) -> None:
         """Remove what only served the making of the files."""
 
-    def close(self, *, hopeless: bool = False) -> None:
-        """Close what is open; take back what can never be finished and is elsewhere."""
-        del hopeless  # here nothing is elsewhere
+    def close(self, *, discard: bool = False) -> None:  # noqa: ARG002
+        """Close what is open; `discard` what is elsewhere, if it can never be finished."""
         for file in self.opened.values():
             file.close()
         self.opened = {}
@@ -336,10 +335,10 @@ class PieceSink(FileSink):
         (self.folder / PIECES_NAME).unlink()
         sync_folder(self.folder)  # or else a power cut may bring it back when all is done
 
-    def close(self, *, hopeless: bool = False) -> None:
+    def close(self, *, discard: bool = False) -> None:
         if hasattr(self, "_pieces"):
             self._pieces.close()
-        super().close(hopeless=hopeless)
+        super().close(discard=discard)
 
 
 def check_free_space(sink: FileSink) -> None:

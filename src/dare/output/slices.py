@@ -39,7 +39,7 @@ from dare.output.journal import (
     is_held,
     read_journal,
 )
-from dare.output.output import Alone, Output
+from dare.output.output import Output, SoleWriter
 from dare.output.receipt import Report
 from dare.output.sink import FileSink
 from dare.output.targets import (
@@ -95,10 +95,10 @@ class SliceReport(Shown):
         return {**asdict(self), "report": self.report and self.report.to_dict()}
 
 
-class OneSlice(Alone):
+class OneSlice(SoleWriter):
     """The part of a process that makes one slice of an output; call `end` at the end."""
 
-    hopeless = ()  # what others have made stays
+    FATAL = ()  # what others have made stays
     is_shared = True
 
     def __init__(self, part: Slice, share: Share) -> None:
@@ -194,7 +194,7 @@ class OneSlice(Alone):
                 sink.make()
             sink.sync()
 
-    def wants(self, record: Record) -> bool:
+    def owns(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
 
     def adopt(self) -> None:
@@ -236,10 +236,10 @@ class GoneError(OutputError):
     """Nothing is under way there, or no more."""
 
 
-class Finisher(Alone):
+class Finisher(SoleWriter):
     """The part of a process that publishes an output whose chunks slices have made."""
 
-    hopeless = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
+    FATAL = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
     is_shared = True
 
     def __init__(self, wait: float = 0) -> None:
@@ -284,8 +284,8 @@ class Finisher(Alone):
         self._sink = sink
         sink.join()
 
-    def doubts(self, records: list[Record]) -> Collection[Record]:
-        """Doubt what was not synced by its slice, or lies near what another has written."""
+    def must_rehash(self, records: list[Record]) -> Collection[Record]:
+        """Return what was not synced by its slice, or lies near what another has written."""
         near = self._near_others(records)
         return [r for r in records if r.key in near or not self._found.is_synced(r.key)]
 

@@ -28,7 +28,7 @@ from dare.errors import OutputError, RecipeError, warn_caller
 from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import JournalContent, Record
-from dare.output.output import Alone, Identity, Output, Publisher
+from dare.output.output import Identity, Output, Publisher, SoleWriter
 from dare.output.sink import ArraySink, FileSink, Metadata, Sink
 from dare.output.store import StorePublisher
 from dare.planning.data import Layout
@@ -205,7 +205,7 @@ def begin(work: Work[R], *, overwrite: bool, resume: bool) -> R | None:
 
 
 def perform(
-    work: Work[R], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
+    work: Work[R], *, overwrite: bool = False, resume: bool = True, part: SoleWriter | None = None
 ) -> R:
     """Make an output whose place was checked."""
     started = time.perf_counter()
@@ -225,7 +225,7 @@ def perform(
 
 
 def open_output(
-    work: Work[Any], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
+    work: Work[Any], *, overwrite: bool = False, resume: bool = True, part: SoleWriter | None = None
 ) -> Output:
     """Put together where the bytes of a work go, their journal, and the way to its name."""
     publisher = publisher_of(work.layout)
