@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import dare
-from dare.planning.plan import available_cores
+from dare.tensors.system import available_cores
 
 SHARE = 0.4
 RADIUS = 0.1

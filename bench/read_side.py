@@ -13,9 +13,9 @@ import numpy as np
 
 from dare.inputs.opening import open_inputs
 from dare.inputs.sources import hold_open
-from dare.planning.plan import available_cores
 from dare.recipe.recipe import Recipe
 from dare.tensors.chunks import CHUNK, chunk_spans
+from dare.tensors.system import available_cores
 
 
 def read(base: str, models: list[str]) -> None:

@@ -601,9 +601,9 @@ def _folders(path: Path) -> dict[str, Path]:
 
 
 class IndexedShard(NamedTuple):
-    """An index, and the tensors that a shard has by it."""
+    """The tensors that an index says a shard has."""
 
-    index: Path
+    place: Path  # of the index
     tensors: set[str]
 
 

@@ -25,8 +25,9 @@ from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
 from dare.kernels import backend_notices
+from dare.planning.cost import check_memory
 from dare.planning.data import Fate, TensorPlan, lay_out
-from dare.planning.plan import Plan, check_memory
+from dare.planning.plan import Plan
 from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule, names_of
