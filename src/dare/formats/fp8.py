@@ -94,7 +94,7 @@ class Fp8:
             return
         for start, raw in read(max(1, PIECE_ELEMENTS // unit) * unit):
             band = slice(start // unit, -(-(start + raw.size) // unit))
-            yield band, partial(_cut, start, raw)
+            yield band, partial(iter, [(start, raw)])
 
     def _rectangles(
         self, tensor: Described, pieces: Iterable[tuple[int, Raw]]
@@ -103,8 +103,9 @@ class Fp8:
         shape, scale = tensor[2], self.scale
         width = shape[-1] if shape else 1
         height = math.prod(shape) if scale.is_one else scale.block_rows
+        at_once = max(1, PIECE_ELEMENTS // max(width, 1))
         for first, raw in pieces:
-            for row, rows, column, columns in rectangles(first, raw.size, width):
+            for row, rows, column, columns in rectangles(first, raw.size, width, at_once):
                 start = row * width + column
                 part = raw[start - first :][: rows * columns]
                 values = decoded(part, "cpu").reshape(rows, columns)
@@ -131,12 +132,6 @@ def ceil_log2(values: Floats) -> NDArray[np.int32]:
     mantissas, exponents = np.frexp(values)
     found: NDArray[np.int32] = exponents - (mantissas == 0.5)
     return found
-
-
-def _cut(start: int, raw: Raw) -> Iterator[tuple[int, Raw]]:
-    """Yield pieces of an array that begins somewhere in a tensor."""
-    for first in range(0, raw.size, PIECE_ELEMENTS):
-        yield start + first, raw[first : first + PIECE_ELEMENTS]
 
 
 def _begins(blocks: Numbers) -> Numbers:

@@ -164,15 +164,11 @@ class FileSink:
         start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
         yield file, info.start + start, count, record.output
 
-    def reader(self, file: str) -> OutputFile:
-        """Return a file from which chunks are read back."""
-        return self.opened[file]
-
     def digest(self, file: str, position: int, nbytes: int) -> str:
         """Hash some bytes of a file."""
         found, end = running_digest(), position + nbytes
         for start in range(position, end, READ_BYTES):
-            found.update(self.reader(file).read(start, min(READ_BYTES, end - start)))
+            found.update(self.opened[file].read(start, min(READ_BYTES, end - start)))
         return found.hexdigest()
 
     def take_over(self, records: list[Record]) -> list[Record]:
@@ -186,6 +182,8 @@ class FileSink:
         """Write the final headers and sync; return the digest of each header, or `whole` file."""
         digests = {}
         for name, file in self.opened.items():
+            if name not in self.built:
+                continue
             header = self.final_header(name, metadata[name])
             file.write(header, 0)
             file.sync()
@@ -234,11 +232,7 @@ class CodedSink(FileSink):
                 self._recoding.encode(tensor, lambda _size: (), self.write)
 
     def expects(self, record: Record) -> bool:
-        name, chunk = record.key
-        if chunk not in range(self._chunks.get(name, 0)):
-            return False
-        is_stored = chunk % self._together[name] == 0 and bool(self._stored[name])
-        return is_stored == bool(record.stored)
+        return record.chunk in range(self._chunks.get(record.tensor, 0))
 
     def files_of(self, name: str) -> set[str]:
         return {self.places[own][0] for own in self._stored[name]}
@@ -286,7 +280,7 @@ class PieceSink(FileSink):
             return
         path = self.folder / PIECES_NAME
         self._end = path.stat().st_size if path.exists() else 0
-        self._pieces = OutputFile(path, self._end)
+        self.opened[PIECES_NAME] = OutputFile(path, self._end)
 
     def expects(self, record: Record) -> bool:
         return bool(record.piece) and record.chunk in range(self._chunks.get(record.tensor, 0))
@@ -294,9 +288,6 @@ class PieceSink(FileSink):
     def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
         start, nbytes, _ = record.piece
         yield PIECES_NAME, start, nbytes, record.output
-
-    def reader(self, file: str) -> OutputFile:  # noqa: ARG002
-        return self._pieces
 
     @property
     def size(self) -> int:
@@ -310,7 +301,7 @@ class PieceSink(FileSink):
             start = self._end
             self._end += data.size
         with explaining(self.folder / PIECES_NAME, resumable=self.resumable):
-            self._pieces.write(data, start)
+            self.opened[PIECES_NAME].write(data, start)
         return start
 
     def assemble(
@@ -319,13 +310,14 @@ class PieceSink(FileSink):
         """Join each tensor from its parts; the final metadata must be as long as this."""
         self.lay_out(layout, metadata)
         ((name, (_, placed)),) = self.built.items()
+        parts = self.opened[PIECES_NAME]
         with explaining(self.folder / name, resumable=self.resumable):
             self.make()
             check_free_space(self)
             for tensor, pieces in tensors.items():
                 position = placed[tensor].start
                 for piece in pieces:
-                    data = piece if isinstance(piece, bytes) else self._pieces.read(*piece)
+                    data = piece if isinstance(piece, bytes) else parts.read(*piece)
                     self.opened[name].write(data, position)
                     position += len(data)
                 if position != placed[tensor].start + placed[tensor].nbytes:
@@ -334,11 +326,6 @@ class PieceSink(FileSink):
     def clear_up(self) -> None:
         (self.folder / PIECES_NAME).unlink()
         sync_folder(self.folder)  # or else a power cut may bring it back when all is done
-
-    def close(self, *, discard: bool = False) -> None:
-        if hasattr(self, "_pieces"):
-            self._pieces.close()
-        super().close(discard=discard)
 
 
 def check_free_space(sink: FileSink) -> None:

@@ -132,11 +132,12 @@ def lay_out(
     tensors: Iterable[Described],
     shard_size: int | None,
     stems: Mapping[str, str] | None = None,
-    recoding: Recoding | None = None,
+    **more: Any,
 ) -> Layout:
     """Order tensors as the safetensors library does, widest type first, and fill shards in turn.
 
-    `stems` are what files are called, by what the names of their tensors begin with.
+    `stems` are what files are called, by what the names of their tensors begin with. What else a
+    layout has is passed on.
     """
     stems = stems or {"": STEMS[0]}
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
@@ -145,7 +146,7 @@ def lay_out(
             raise RecipeError(f"shard_size makes several files; {target} is one: give a directory")
         if any(stems):
             raise OutputError(f"{target}: a pipeline is several models; name a directory")
-        return Layout(target, {target.name: tuple(ordered)}, recoding=recoding)
+        return Layout(target, {target.name: tuple(ordered)}, **more)
 
     models: dict[str, list[Described]] = {prefix: [] for prefix in stems}
     for tensor in ordered:
@@ -157,7 +158,7 @@ def lay_out(
         for number, shard in enumerate(shards, start=1):
             ending = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
             files[f"{prefix}{stem}{ending}.safetensors"] = tuple(shard)
-    return Layout(target, files, recoding=recoding)
+    return Layout(target, files, **more)
 
 
 def _fill_shards(tensors: Iterable[Described], shard_size: int | None) -> list[list[Described]]:
@@ -186,7 +187,7 @@ def _nbytes(tensor: Described) -> int:
 
 
 FORMAT = 1  # of manifests
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3  # 2 did not say what of a chunk is stored in another format
 
 
 class Fate(StrEnum):

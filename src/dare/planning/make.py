@@ -214,12 +214,12 @@ def make_plan(
     layout = None
     if recipe.output is not None:
         stored = [own for t in described for own in recoding.stored(t)] if recoding else described
-        layout = lay_out(recipe.output, stored, recipe.shard_size, stems_of(base), recoding)
-        layout = replace(
-            layout,
+        layout = lay_out(
+            *(recipe.output, stored, recipe.shard_size, stems_of(base)),
+            recoding=recoding,
+            merged=tuple(described),
             scratch=options.scratch,
             metadata=merged_spec(base, named),
-            merged=tuple(described),
         )
         listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}

@@ -79,15 +79,13 @@ class Survey(Step):
 
 @dataclass(frozen=True, slots=True)
 class Make(Step):
-    """Merge one chunk of a tensor; or copy it from the base, comparing the models' if asked."""
+    """Merge a chunk of a tensor; or copy it from the base, comparing the models' if asked.
+
+    In an output of another format it stands for all chunks that are stored together with it.
+    """
 
     tensor: str
     chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class MakeStretch(Make):
-    """Merge a stretch of chunks, from one on, and store it in the output's format."""
 
 
 def survey_id(tensor: TensorPlan, model: int | None = None) -> Id:
@@ -188,10 +186,9 @@ def _making(
     plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
 ) -> Iterator[Make]:
     name, elements, together = tensor.name, tensor.elements, plan.chunks_together(tensor)
-    kind = Make if plan.recoding is None else MakeStretch
     for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):  # maybe millions
         size = chunk_span(chunk, elements, together)[1]
-        yield kind(("make", name, chunk), needs, group, size, name, chunk)
+        yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
 
 # ---------------------------------------------------------------- doing the steps
@@ -241,8 +238,8 @@ class Worker:
                     yield from (
                         [made] for made in self._code(list(self._read_batch(work, results)))
                     )
-                case MakeStretch() as step:
-                    assert isinstance(self._code, Recoder)  # as the plan has a format
+                case Make() as step:
+                    assert isinstance(self._code, Recoder)  # as the output has another format
                     read = partial(self._read_stretch, step, results)
                     yield self._code.store(self._tensors[step.tensor], step.chunk, read)
                 case Survey(tensor=name, model=None):
@@ -364,7 +361,7 @@ class Worker:
         for span in spans:
             yield from self._read_span(span, results)
 
-    def _read_stretch(self, step: MakeStretch, results: Results) -> Iterator[Chunk]:
+    def _read_stretch(self, step: Make, results: Results) -> Iterator[Chunk]:
         """Read a stretch, some chunks at a time, all to the same place in the buffers."""
         return self._read_span(Span(step.tensor, step.chunk * CHUNK, step.elements, 0), results)
 
@@ -380,7 +377,7 @@ class Worker:
         """Yield steps one by one, but chunks to be made together, as far as there is room."""
         most, spans = self._backend.batch_elements, list[Span]()
         for step in steps:
-            if not isinstance(step, Make) or isinstance(step, MakeStretch):
+            if not isinstance(step, Make) or isinstance(self._code, Recoder):
                 if spans:
                     yield spans
                     spans = []
