@@ -34,7 +34,7 @@ limits_of: Any = ml_dtypes.finfo  # which has no types
 
 @dataclass(frozen=True)
 class Fp8:
-    """The code of a weight."""
+    """A weight in FP8 with scales."""
 
     scale: Scale
     takes_powers: bool  # True if scales are powers of two, whatever their type
@@ -87,7 +87,7 @@ class Fp8:
         return meter
 
     def _bands(self, tensor: Described, read: Read) -> Iterator[tuple[slice, Pieces]]:
-        """Yield rows of blocks, and their elements, which can be had twice."""
+        """Yield rows of blocks, each with a function that yields their elements at every call."""
         unit = self.unit(tensor).elements
         if self.scale.is_one or not unit:
             yield slice(0, None), lambda: read(PIECE_ELEMENTS)
@@ -114,7 +114,7 @@ class Fp8:
                 yield start, values, above, left
 
     def _fresh(self, wanted: Floats) -> Raw:
-        """Return scales in their type, for the factors that would be best."""
+        """Return the best factors as scales of the stored type."""
         wanted = np.where(wanted > 0, wanted, np.float32(1))
         if self.takes_powers:
             wanted = np.ldexp(np.float32(1), ceil_log2(wanted))
@@ -135,5 +135,5 @@ def ceil_log2(values: Floats) -> NDArray[np.int32]:
 
 
 def _begins(blocks: Numbers) -> Numbers:
-    """Return the places where another block begins."""
+    """Return the positions at which a new block begins."""
     return np.flatnonzero(np.diff(blocks, prepend=-1))

@@ -215,7 +215,7 @@ def _pack(value: Any) -> bytes:
 
 
 def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
-    """Find out what a GGUF output is made with: the keys of a GGUF file, or those of a directory.
+    """Return the GGUF format with its keys: those of a GGUF file, or made from a directory.
 
     They come from the base, or from the model that `copy_from` names.
     """

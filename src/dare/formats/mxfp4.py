@@ -25,7 +25,7 @@ LOWEST = -127  # exponent of the smallest scale
 
 
 class Mxfp4:
-    """The code of a layer's experts: experts × inputs × outputs, in BF16 before they are stored."""
+    """The experts of a layer: experts × inputs × outputs, merged in BF16."""
 
     def stored(self, tensor: Described) -> Sequence[Described]:
         """Return blocks and scales."""

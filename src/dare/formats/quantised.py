@@ -92,7 +92,7 @@ def quantised_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRe
 
 
 def _restacked(settings: Mapping[str, Any], base: Source) -> Mapping[str, Any]:
-    """Give the modules that settings list by name the numbers of all layers that they are in."""
+    """Renumber modules that settings list by name, once for each layer that has them now."""
     counts = count_layers(base.tensors)
 
     def moved(module: Any) -> list[Any]:
@@ -108,7 +108,7 @@ def _restacked(settings: Mapping[str, Any], base: Source) -> Mapping[str, Any]:
 
 
 def _check_stack(base: Source, found: QuantisedRecoding) -> None:
-    """Refuse a stack of models that are stored in different ways, or unlike the configuration."""
+    """Refuse a stack of models stored in different ways, or not as the configuration says."""
     if base.layers and base.folder is not None and not found.config:
         what = "the base's config.json does not say that weights are quantised"
         raise RecipeError(f'format = "input": {what}; leave format out, or take another base')

@@ -40,7 +40,7 @@ PIECE_ELEMENTS, PIECE_WORK = 1 << 18, 64
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a tensor by being recoded."""
+    """The difference that storing a tensor in another format makes."""
 
     error: float
     """The Frobenius norm of the difference, as a share of the merged tensor's."""
@@ -71,7 +71,7 @@ class LossMeter:
             self._count(*part)
 
     def add(self, merged: Floats, stored: Floats) -> None:
-        """Count some elements: as they were merged, and as they read when they are stored."""
+        """Count some elements, as they were merged and as they will be read back."""
         difference = np.abs(np.subtract(stored, merged, dtype=np.float64))
         self._count(
             float(np.square(difference).sum()),
@@ -84,13 +84,13 @@ class LossMeter:
 
     @property
     def loss(self) -> Loss:
-        """The loss of what was counted."""
+        """The loss of all elements that were counted."""
         lost, whole, largest = self.sums
         return Loss(sqrt(lost / whole) if whole else 0.0, largest)
 
 
 class Recoding:
-    """A format of outputs; it must pickle, and knows nothing of the files that it is written to."""
+    """A format of outputs; it must pickle, and does not know the files that are written."""
 
     format: str
     """Its name for people, with the types: `GGUF (Q8_0)`."""
@@ -102,11 +102,11 @@ class Recoding:
         return STORAGE_TYPES["F32"]
 
     def stored(self, tensor: Described) -> Sequence[Described]:
-        """Return the tensors that a merged one becomes: by default itself; maybe none."""
+        """Return the tensors that store a merged one: by default itself, maybe none."""
         return [tensor]
 
     def unit(self, tensor: Described) -> Unit:  # noqa: ARG002
-        """Return what of a tensor is stored together."""
+        """Return the elements that must be stored together."""
         return Unit()
 
     def encode(self, tensor: Described, read: Read, put: Put) -> LossMeter | None:
@@ -131,7 +131,7 @@ class Recoding:
         return build_header(tensors, metadata)
 
     def with_files(self, beside: Sidecars) -> Self:  # noqa: ARG002
-        """Take in configuration and tokenizer, where these are stored with the weights."""
+        """Return the format with configuration and tokenizer, if they are stored with weights."""
         return self
 
 

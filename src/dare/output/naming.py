@@ -31,7 +31,7 @@ from dare.tensors.system import rename, sync_folder
 
 
 def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
-    """Give a complete output its name, and sync the folders `made` for it; return later faults."""
+    """Give a complete output its name, sync the folders `made` for it; return what fails later."""
     target, folder = layout.target, partial_folder(layout.target)
     name = _name_directory if layout.is_directory else _name_file
     name(folder, layout, overwrite=overwrite)
@@ -72,7 +72,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
 
 
 def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
-    """Refuse to replace what appeared since the merge began, unless that is allowed."""
+    """Refuse to replace what appeared during the merge, unless that is allowed."""
     if not overwrite:
         what = "appeared during the merge; move it away and run the same merge again"
         raise OutputError(f"{layout.target}: {what}")
@@ -83,7 +83,7 @@ def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
 
 
 def has_mark_only(layout: Layout) -> bool:
-    """Tell whether only a mark or an empty folder is left of the making of an output."""
+    """Tell whether nothing but a mark or an empty folder is left to clear away."""
     target = layout.target
     if layout.is_directory:
         return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
@@ -93,7 +93,7 @@ def has_mark_only(layout: Layout) -> bool:
 
 
 def clear_away(layout: Layout, problems: list[str]) -> None:
-    """Remove the replaced output, and what only served the making of this one."""
+    """Remove the replaced output, and the temporary files of this one."""
     home = layout.target
     if layout.is_directory:
         for replaced in _replaced(home):
@@ -121,7 +121,7 @@ def _replaced(target: Path) -> Iterator[Path]:
 
 
 def _remove_output(folder: Path) -> None:
-    """Remove of a directory what its manifest names, the manifest last, and no more."""
+    """Remove the files of a directory that its manifest names, and the manifest last."""
     if not any(folder.iterdir()):
         folder.rmdir()
         return
@@ -138,7 +138,7 @@ def _remove_output(folder: Path) -> None:
 
 
 def _attempt(problems: list[str], action: Callable[[Path], None], path: Path) -> None:
-    """Do something that the output no longer depends on."""
+    """Do something; a failure is noted, as the output is complete without it."""
     try:
         action(path)
     except FileNotFoundError:

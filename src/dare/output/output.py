@@ -59,7 +59,7 @@ class Identity(NamedTuple):
 
 
 class SoleWriter:
-    """The part of a process that makes a whole output: it has the journal, and makes the files."""
+    """A process that makes a whole output: it holds the journal, and makes the files."""
 
     # Errors after which nothing is left behind.
     FATAL: tuple[type[BaseException], ...] = (
@@ -75,7 +75,7 @@ class SoleWriter:
         return claim(folder)
 
     def open_journal(self, output: Output) -> JournalContent:
-        """Open the output's journal; return what of its content counts."""
+        """Open the output's journal; return its content, as far as it counts."""
         journal = output.journal = output.lock(JOURNAL_NAME)
         output.refuse_beside_slices()
         if output.resume:
@@ -119,7 +119,7 @@ class Publisher:
         check_target(self.layout, inputs, overwrite=overwrite)
 
     def finished_before(self) -> JournalContent | None:
-        """Return the journal of an output whose process died after giving the name, else None."""
+        """Return the journal if a process died between naming the output and clearing up."""
         target, is_directory = self.layout.target, self.layout.is_directory
         home = target if is_directory else partial_folder(target)
         try:
@@ -132,7 +132,7 @@ class Publisher:
         return found if found.finished == manifest and target.exists() else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
-        """Remove what such a process left, or one that died while removing it."""
+        """Remove what such a process left, or one that died while clearing up."""
         if finished or has_mark_only(self.layout):
             clear_away(self.layout, [])
 
@@ -141,7 +141,7 @@ class Publisher:
         return make_sink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
-        """Give a complete output its name; return what went wrong when it was there."""
+        """Give a complete output its name; return what went wrong after that."""
         assert output.journal is not None
         layout = output.sink.layout
         write_synced(self.folder / manifest_path(layout.target).name, manifest)
@@ -246,7 +246,7 @@ class Output:
             time.sleep(0.01)
 
     def start_over(self, journal: Journal, found: JournalContent) -> None:
-        """Forget what was left there, and say why, if that was not asked for."""
+        """Remove an earlier try; note why, unless the user asked for it."""
         journal.start()
         if self.clear({MARK_NAME, JOURNAL_NAME}) and self.resume:
             self.started_over = "its journal cannot be read, so it starts over"
@@ -270,7 +270,7 @@ class Output:
         return bool(leftovers)
 
     def _sort(self, found: JournalContent) -> None:
-        """Sort the chunks that there are by whether their inputs are known to be the same."""
+        """Sort chunks by whether their inputs are known to be the same."""
         for stamps, record in found.records.values():
             if self.sink.expects(record) and self._part.owns(record):
                 is_same = stamps == self.identity.stamps
@@ -285,7 +285,7 @@ class Output:
         return [record for record in records if record.key not in checked] + there
 
     def confirm(self, records: Iterable[Record]) -> None:
-        """Take over what was doubtful: its inputs have been seen to be the same."""
+        """Accept doubtful chunks whose inputs were found to be the same."""
         confirmed = list(records)
         self.record(confirmed)
         self.resumed = self.sink.take_over([*self.resumed, *confirmed])
@@ -301,7 +301,7 @@ class Output:
         self.sink.note(records)
 
     def add_files(self, files: Mapping[str, bytes | Path]) -> None:
-        """Write or copy what goes beside the weights."""
+        """Write or copy the files beside the weights."""
         for name, content in files.items():
             path = self.folder / name
             with self.explaining(name):
@@ -311,9 +311,9 @@ class Output:
     def finish(
         self, metadata: Metadata, manifest: Mapping[str, Any], *, whole: bool = False
     ) -> list[str]:
-        """Write the final headers and the manifest, sync, give the name; return later faults.
+        """Write the final headers and the manifest, sync, give the name; return what fails later.
 
-        Of weights the manifest has the digest of the header, as their tensors have digests of
+        For weights, the manifest has the digest of the header, since tensors have digests of
         their own, or that of the `whole` file.
         """
         with self.explaining():

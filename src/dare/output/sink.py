@@ -45,10 +45,10 @@ class Sink(Protocol):
     """Somewhere to put merged tensors; may be called from any thread."""
 
     def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
-        """Return the memory in which a tensor's bytes can be made; None if they must be written."""
+        """Return memory for a tensor's bytes that is part of the output; None: call `write`."""
 
     def position(self, name: str, offset: int) -> int:
-        """Return the position of a tensor's byte in its file, for data to be aligned alike."""
+        """Return the position of a tensor's byte in its file, to align buffers in the same way."""
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Store a tensor's bytes from `offset` on."""
@@ -112,7 +112,7 @@ class FileSink:
         return self.built
 
     def begin(self, journal: Journal, found: JournalContent) -> None:
-        """Get to know the journal, and what it says of an earlier try."""
+        """Take note of the journal, and of what it says of an earlier try."""
 
     def make(self, files: Iterable[str] | None = None) -> None:
         """Open all files or some; make those that are missing, and write the headers."""
@@ -124,7 +124,7 @@ class FileSink:
             self.opened[file].write(header, 0)
 
     def join(self, files: Iterable[str] | None = None) -> None:
-        """Open files that another process has made: all of them, or only these."""
+        """Open files that another process has made: all, or only these."""
         for file in self.built if files is None else files:
             self.opened[file] = OutputFile(self.folder / file, None)
 
@@ -134,12 +134,12 @@ class FileSink:
             file.sync()
 
     def reserve(self) -> None:
-        """Take the room that the files need."""
+        """Allocate the space that the files need."""
         for file in self.opened.values():
             file.reserve()
 
     def missing_bytes(self) -> int:
-        """Return the room on the disk that is still needed."""
+        """Return the bytes that are still needed on the disk."""
         return sum(file.unwritten_bytes() for file in self.opened.values())
 
     def expects(self, record: Record) -> bool:
@@ -176,7 +176,7 @@ class FileSink:
         return records
 
     def note(self, records: Iterable[Record]) -> None:
-        """Hear that chunks are in the journal."""
+        """Take note of chunks that are in the journal now."""
 
     def complete(self, metadata: Metadata, *, whole: bool) -> dict[str, str]:
         """Write the final headers and sync; return the digest of each header, or `whole` file."""
@@ -198,10 +198,10 @@ class FileSink:
         return header
 
     def clear_up(self) -> None:
-        """Remove what only served the making of the files."""
+        """Remove temporary files."""
 
     def close(self, *, discard: bool = False) -> None:  # noqa: ARG002
-        """Close what is open; `discard` what is elsewhere, if it can never be finished."""
+        """Close all files; `discard` says to delete what is elsewhere and can never be finished."""
         for file in self.opened.values():
             file.close()
         self.opened = {}
@@ -262,7 +262,7 @@ def make_sink(folder: Path, layout: Layout, metadata: Mapping[str, str]) -> File
 
 
 class PieceSink(FileSink):
-    """A file of which only the chunks are known; `assemble` it when all are there."""
+    """A file whose tensors get their sizes from their chunks; `assemble` it when all are there."""
 
     def __init__(self, folder: Path, target: Path, chunks: Mapping[str, int]) -> None:
         super().__init__(folder, Layout(target, {}), {})
@@ -329,7 +329,7 @@ class PieceSink(FileSink):
 
 
 def check_free_space(sink: FileSink) -> None:
-    """Refuse to begin what the disk has no room for."""
+    """Refuse an output that the disk has no room for."""
     missing, free = sink.missing_bytes(), shutil.disk_usage(sink.folder).free
     if missing > free:
         needs = f"needs {show_size(missing)} more and the disk has {show_size(free)} free"
@@ -338,7 +338,7 @@ def check_free_space(sink: FileSink) -> None:
 
 @contextmanager
 def explaining(place: Path, *, what: str = "written", resumable: bool = False) -> Iterator[None]:
-    """Say where something cannot be written, or read, and what becomes of what was."""
+    """Raise errors of the system as OutputError, with the place and the remedy."""
     try:
         yield
     except OSError as error:

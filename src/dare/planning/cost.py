@@ -27,7 +27,7 @@ TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 @dataclass(frozen=True)
 class Cost:
-    """The figures of one plan."""
+    """What a plan takes: bytes read and written, memory, threads."""
 
     plan: PlanData
 
@@ -49,7 +49,7 @@ class Cost:
         return max(map(tensor.survey_reads, tensor.models), default=0) + tensor.joint_reads
 
     def _unit(self, tensor: TensorPlan) -> Unit:
-        """Return what of a tensor is stored together, in the output's format."""
+        """Return the elements of a tensor that the output's format stores together."""
         recoding = self.plan.recoding
         return Unit() if recoding is None else recoding.unit(tensor.described)
 
@@ -61,7 +61,7 @@ class Cost:
         return sum(map(self.bytes_read_of, self.plan.tensors))
 
     def bytes_read_of(self, tensor: TensorPlan) -> int:
-        """The same for one tensor."""
+        """Bytes that are read at least for one tensor."""
         base = tensor.base.nbytes
         models = [
             (m, bytes_for(self.plan.source_of(tensor, m), tensor.name, tensor.elements))
@@ -206,7 +206,7 @@ class Cost:
 
     @property
     def largest_matrix(self) -> str:
-        """Say which stage needs which matrix as a whole, if one does."""
+        """A phrase for the stage that needs the largest matrix as a whole; empty if none does."""
         work, stage, tensor = self._largest
         return f"{stage} needs {tensor} as a whole" if work else ""
 
@@ -278,7 +278,7 @@ def memory_limit(given: int | None, needed: int) -> int:
 
 
 def check_memory(given: int | None, needed: int, reason: str = "") -> None:
-    """Refuse a need that is beyond what the user gives, or by default beyond what is free."""
+    """Refuse a need for more memory than the user allows, or by default than is free."""
     if given is not None and needed > given:
         least = f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
         raise RecipeError(f"max_memory = {given}: one thread needs {needed} bytes; {least}")

@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def scratch_bytes(self) -> int:
-        """About how much room it takes until it is in its store: two files, one after the other."""
+        """About how much scratch space it takes on the way to a store: two adjacent files."""
         sizes = self.sizes if self.is_sent else []
         return max(map(sum, itertools.pairwise([0, *sizes])), default=0)
 
@@ -481,7 +481,7 @@ class PlanData:
         return model if is_sole else None
 
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
-        """The models that take part in a tensor, and what is said of their copies."""
+        """The models that take part in a tensor, and the descriptions of their copies."""
         return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]
 
     def original_digest(self, tensor: TensorPlan, model: int) -> str | None:

@@ -92,5 +92,5 @@ class Division:
         return list(shares)
 
     def nbytes(self, share: Share) -> int:
-        """About how many of the total belong to a share."""
+        """About how many bytes of the total belong to a share."""
         return sum(self._nbytes[n] * len(c) // self._tensors[n].chunks for n, c in share.items())
