@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,10 @@ from dare.formats.fp8 import Fp8
 from dare.formats.mxfp4 import Mxfp4
 from dare.formats.recoding import in_pieces
 from dare.inputs.sources import FileSource
+from dare.planning.slices import Division
+from dare.run.cluster import MergeWork
+from dare.run.engine import open_output
+from dare.run.merging import Merge
 from dare.run.worker import list_steps
 from dare.tensors.chunks import CHUNK
 from helpers import listing, read_tensor, save
@@ -161,6 +166,22 @@ def test_slices_have_whole_stretches(case, tmp_path, count):
     assert done[-1].report.recoded == report.recoded
     assert len([slice_ for slice_ in done if slice_.chunks]) <= len(KINDS[kind])
     assert [path for path in listing(tmp_path) if "partial" in path] == []
+
+
+def test_nodes_of_a_cluster_make_whole_stretches(case, tmp_path):
+    """The part of a node, without Ray: it gets plain data, and writes into the partial output."""
+    kind, models, expected, report = case
+    plan = dare.plan(**asked(models, tmp_path / "out"))
+    with open_output(Merge(plan)) as output, contextlib.ExitStack() as stack:
+        work = pickle.loads(pickle.dumps(MergeWork.of(plan, output.folder, 1 << 28)))
+        run = work.open(stack)
+        shares = [share for share in Division(plan, 5).shares() if share]
+        for share in shares:
+            output.record(run(share, {})[0])
+    assert len(shares) <= len(KINDS[kind])
+    found = dare.merge(plan)
+    assert (found.resumed_chunks, found.recoded) == (sum(KINDS[kind]), report.recoded)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 12))
