@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import pickle
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +111,27 @@ def test_a_tensor_with_one_scale_is_read_twice_and_others_once(case):
     coded = dare.plan(**asked(models, models[0].parent / "x"))
     assert (plain.cost.passes, coded.cost.passes) == (1, times)
     assert report.bytes_read == coded.cost.bytes_read == times * plain.cost.bytes_read
+
+
+def test_storing_takes_the_memory_that_the_plan_says(case, tmp_path):
+    kind, models, _, _ = case
+    plan = dare.plan(**asked(models, tmp_path / "out"))
+    tensor = next(t for t in plan.tensors if t.name == NAMES[kind])
+    values = np.random.default_rng(0).normal(size=tensor.elements).astype(tensor.dtype.numpy_type)
+    raw = values.view(tensor.dtype.carrier)
+    chunks = [raw[start : start + CHUNK] for start in range(0, raw.size, CHUNK)]
+
+    def read(size):
+        return zip(itertools.count(0, size), in_pieces(chunks, size), strict=False)
+
+    tracemalloc.start()
+    plan.recoding.encode(tensor.described, read, lambda *_given: None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    said = plan.recoding.unit(tensor.described).work_bytes
+    assert said / 3 < peak < said
+    plain = dare.plan(**asked(models, tmp_path / "out", format=None))
+    assert plan.cost.least_memory - plain.cost.least_memory == said
 
 
 @pytest.mark.parametrize("puts", [0, 1, 2, 5, 9])

@@ -35,7 +35,7 @@ Put = Callable[[str, int, NDArray[np.uint8]], None]
 
 # Elements that are encoded at once, and the bytes that this takes for each: some arrays of
 # float32, and of float64 to measure the loss.
-PIECE_ELEMENTS, PIECE_WORK = 1 << 18, 64
+PIECE_ELEMENTS, PIECE_WORK = 1 << 18, 48
 
 
 @dataclass(frozen=True)
