@@ -352,8 +352,11 @@ class Quantised(Target):
         for tensor in planned.tensors:
             for values in self.values_of(tensor):
                 planned.recoding.encode(
-                    (tensor.name, tensor.dtype, tensor.shape),
-                    lambda start, count, values=values: values[start : start + count],
+                    tensor.described,
+                    lambda size, values=values: (
+                        (start, values[start : start + size])
+                        for start in range(0, values.size, max(size, 1))
+                    ),
                     lambda name, offset, data: None,
                 )
 

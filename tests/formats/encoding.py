@@ -2,14 +2,25 @@
 
 import numpy as np
 
+from dare.formats.recoding import LossMeter
 from dare.inputs.arrays import array_source
 from dare.inputs.quantised import read_quantised
 from dare.tensors.dtypes import BY_TORCH_NAME
 from helpers import read_tensor
 
 
-def encoded(code, values, name="l.weight"):
-    """Store an array; return the loss, and the arrays that it becomes."""
+def reader(raw, first=0):
+    """Return what reads merged elements in pieces, from one of their tensor on."""
+
+    def read(size):
+        for start in range(0, raw.size, size):
+            yield first + start, raw[start : start + size]
+
+    return read
+
+
+def encoded(code, values, name="l.weight", at=()):
+    """Store an array, in one run or in several; return the loss, and the arrays that it becomes."""
     kind = BY_TORCH_NAME[values.dtype.name]
     raw = np.ascontiguousarray(values).reshape(-1).view(kind.carrier)
     described = name, kind, values.shape
@@ -21,8 +32,9 @@ def encoded(code, values, name="l.weight"):
     def put(own, offset, data):
         room[own][offset : offset + data.size] = data
 
-    loss = code.encode(described, lambda start, count: raw[start : start + count], put)
-    return loss, {
+    ends = zip([0, *at], [*at, raw.size], strict=True)
+    meters = [code.encode(described, reader(raw[a:b], a), put) for a, b in ends]
+    return LossMeter(meter.sums for meter in meters).loss, {
         own: room[own].view(dtype.numpy_type).reshape(shape)
         for own, dtype, shape in code.stored(described)
     }

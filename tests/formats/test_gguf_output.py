@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from encoding import reader
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -156,7 +157,7 @@ def test_pieces_of_any_size_give_the_same_bytes(planned, size):
         def put(_name, start, raw):
             into[start : start + raw.size] = raw.tobytes()
 
-        planned.recoding.encode(tensor, lambda start, count: values[start : start + count], put)
+        planned.recoding.encode(tensor, reader(values), put)
         return bytes(into)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -165,17 +166,18 @@ def test_pieces_of_any_size_give_the_same_bytes(planned, size):
         assert encode() == usual
 
 
-def test_a_value_that_the_type_cannot_hold_is_refused_before_recoding(tmp_path, monkeypatch):
-    monkeypatch.setattr("dare.output.sink.RecodedSink.recode", lambda *_: 1 / 0)
+def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path):
     for dtype, limit in {"Q8_0": 127 * 65520, "F16": 65520}.items():
         for value in (limit - 1, limit):
             huge = weights(LLAMA)
             huge["model.embed_tokens.weight"][0, 0] = value
             for name in ("base", "tuned"):
                 make_directory(tmp_path / name, huge, config("llama"))
-            error = NotFiniteError if value == limit else ZeroDivisionError
-            said = rf"embed_tokens.*{dtype}.*dtype = BF16 or F32" if value == limit else "zero"
-            with pytest.raises(error, match=said):
+            fails = contextlib.nullcontext()
+            if value == limit:
+                said = rf"embed_tokens.*{dtype}.*dtype = BF16 or F32"
+                fails = pytest.raises(NotFiniteError, match=said)
+            with fails:
                 merge(tmp_path, f"{value}.gguf", dtype=dtype)
             assert bool(list(tmp_path.glob(f"{value}.gguf*"))) == (value < limit)
 

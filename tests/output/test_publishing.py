@@ -12,7 +12,7 @@ import pytest
 
 import dare
 from dare.documents.notices import LEFTOVERS
-from dare.output import output as publishing
+from dare.output import naming
 from dare.output.targets import JOURNAL_NAME, MARK_NAME, claim, manifest_path
 from helpers import listing, save, sha256
 
@@ -37,7 +37,7 @@ def weights_of(output: Path) -> str:
     return sha256(output / "model.safetensors" if output.is_dir() else output)
 
 
-def die_at(monkeypatch: pytest.MonkeyPatch, name: str, place: object = publishing) -> None:
+def die_at(monkeypatch: pytest.MonkeyPatch, name: str, place: object = naming) -> None:
     def die(*_arguments: object, **_keywords: object) -> None:
         raise DiedError
 
@@ -57,7 +57,7 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
     if overwrite:
         dare.merge(recipe.changed(scale=0.5))
     with monkeypatch.context() as patch:
-        die_at(patch, "_clear_away")
+        die_at(patch, "clear_away")
         with pytest.raises(DiedError):
             dare.merge(recipe, overwrite=overwrite)
     found = weights_of(recipe.recipe.output)
@@ -75,14 +75,14 @@ def test_a_finished_output_is_known_again_and_its_leftovers_are_cleared(
 
 def test_another_process_that_begins_while_the_name_is_given_is_left_alone(tmp_path, monkeypatch):
     recipe = recipe_in(tmp_path, "out")
-    real = publishing.rename
+    real = naming.rename
 
     def rename_and_begin(old: Path, new: Path, **more: bool) -> bool:
         is_done = real(old, new, **more)
         claim(old)
         return is_done
 
-    monkeypatch.setattr(publishing, "rename", rename_and_begin)
+    monkeypatch.setattr(naming, "rename", rename_and_begin)
     report = dare.merge(recipe)
     assert LEFTOVERS not in [notice.code for notice in report.warnings]
     assert listing(tmp_path / "out.partial") == [MARK_NAME]
@@ -115,14 +115,14 @@ def test_weights_and_manifest_apart_are_known_as_such(tmp_path, monkeypatch):
     recipe = recipe_in(tmp_path, "out.safetensors")
     dare.merge(recipe.changed(scale=0.5))
     with monkeypatch.context() as patch:
-        real: Callable[[Path], None] = publishing.sync_folder
+        real: Callable[[Path], None] = naming.sync_folder
 
         def die_in_the_middle(folder: Path) -> None:
             if folder == tmp_path:
                 raise DiedError
             real(folder)
 
-        patch.setattr(publishing, "sync_folder", die_in_the_middle)
+        patch.setattr(naming, "sync_folder", die_in_the_middle)
         with pytest.raises(DiedError):
             dare.merge(recipe, overwrite=True)
     (problem,) = dare.verify(recipe.recipe.output).problems
@@ -140,7 +140,7 @@ def test_what_fails_after_the_name_is_given_is_a_warning(tmp_path, monkeypatch, 
     def fail(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    real = publishing._clear_away
+    real = naming.clear_away
     with monkeypatch.context() as patch:
 
         def clear_away(*arguments: object) -> None:
@@ -148,7 +148,7 @@ def test_what_fails_after_the_name_is_given_is_a_warning(tmp_path, monkeypatch, 
             patch.setattr(shutil, "rmtree", fail)
             real(*arguments)
 
-        patch.setattr(publishing, "_clear_away", clear_away)
+        patch.setattr(naming, "clear_away", clear_away)
         report = dare.merge(recipe)
     late = [notice.text for notice in report.warnings if "is complete, but" in notice.text]
     assert late

@@ -9,7 +9,7 @@ import pytest
 from dare import Request, plan
 from dare.analysis.measure import analyzing
 from dare.errors import RecipeError
-from dare.planning import plan as machine
+from dare.planning import cost as machine
 from dare.recipe.options import DEFAULT_MEMORY
 
 GIB = 1 << 30

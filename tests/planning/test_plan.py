@@ -11,9 +11,10 @@ from dare.api import merge_arrays, plan
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.arrays import array_source
 from dare.kernels import DEVICES, STAGE_FLOATS, Device
+from dare.planning.cost import INTERPRETER_BYTES, TENSOR_BYTES
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
-from dare.planning.plan import INTERPRETER_BYTES, TENSOR_BYTES, Plan
+from dare.planning.plan import Plan
 from dare.recipe.recipe import ModelEntry, Request, TensorRule
 from dare.run.backend import open_backend
 from dare.tensors.chunks import CHUNK

@@ -145,5 +145,5 @@ def test_chunks_of_several_tensors_are_merged_in_one_call(tmp_path, models, back
         1,
         [("ids", 5), ("a.weight", 1200), ("b.weight", 17), ("c.weight", CHUNK + 5)],
     )
-    assert [(r.tensor, r.chunk) for r in records] == [(s.tensor, s.chunk) for s in steps]
+    assert [(r.tensor, r.chunk) for (r,) in records] == [(s.tensor, s.chunk) for s in steps]
     assert {name: array.tobytes() for name, array in sink.arrays.items()} == merged(plan)

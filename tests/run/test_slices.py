@@ -300,13 +300,13 @@ def test_inputs_that_changed_in_between_are_not_mixed(tmp_path):
 def hashed_by_finish(recipe, monkeypatch):
     """The chunks that are read back when the output is finished."""
     read = []
-    real = FileSink.read_chunk
+    real = FileSink.has
 
     def reading(self, record):
         read.append((record.tensor, record.chunk))
         return real(self, record)
 
-    monkeypatch.setattr(FileSink, "read_chunk", reading)
+    monkeypatch.setattr(FileSink, "has", reading)
     dare.finish(recipe)
     return read
 

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 
 import dare
 from dare.kernels import core, reference
-from dare.planning.plan import Cost
+from dare.planning.cost import Cost
 
 
 def compete(*deltas, ratio=0.1, **settings):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import dare
-from dare.planning.plan import Cost
+from dare.planning.cost import Cost
 from dare.stages import STAGES
 
 PER_MODEL = {"keep_ratio": 0.5, "scope": "model"}

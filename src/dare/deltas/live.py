@@ -33,12 +33,12 @@ from dare.errors import InputError
 from dare.inputs.arrays import place_of
 from dare.inputs.delta_files import AS_IN_BASE, DeltaFile, StoredTensor
 from dare.inputs.sources import Raw
-from dare.planning.plan import available_cores
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, tensor_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import show_shape
 from dare.tensors.names import some_of
 from dare.tensors.planes import DIFFERENCE
+from dare.tensors.system import available_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError, NotFiniteError, RecipeError
 from dare.formats.gguf_keys import CONVERTER, model_keys, vocabulary_keys
-from dare.formats.recoding import Floats, Loss, LossMeter, Put, Read, Recoding
+from dare.formats.recoding import (
+    PIECE_ELEMENTS,
+    PIECE_WORK,
+    Floats,
+    LossMeter,
+    Put,
+    Read,
+    Recoding,
+    Unit,
+)
 from dare.inputs.directory import Sidecars, main_type
 from dare.inputs.gguf import (
     AS_STORED,
@@ -42,7 +51,6 @@ from dare.tensors.header import Described, TensorInfo, show_shape
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # what may be asked for
 # Bits of the smallest magnitude whose scale is infinite in F16: 65520 times the largest code.
 OVERFLOW_BITS = {"Q4_0": 0x48FFF000, "Q5_0": 0x497FF000, "Q8_0": 0x4AFDF020}
-PIECE_ELEMENTS = 1 << 18  # recoded at once
 MOST_COPIED = 1 << 16  # elements of a tensor that is no weights
 LAST = "output_norm.weight"  # every model has it; what is no weights is written with it
 DROPPED = ("split.", "quantize.", "general.alignment", "general.size_label")
@@ -107,27 +115,32 @@ class GgufRecoding(Recoding):
         found = Stored(own, self.output, kind, shape, 0, *gguf.GGML_QUANT_SIZES[kind])
         return with_changes(found, self.family, self.metadata) if self.family else found
 
-    def encode(self, tensor: Described, read: Read, put: Put) -> Loss | None:
+    def unit(self, tensor: Described) -> Unit:
+        """Return a block, or a head, whose rows change places."""
+        found = self._find(tensor)
+        if found is None:
+            return Unit()
+        elements = _unit_elements(found)
+        return Unit(elements, work_bytes=PIECE_WORK * max(PIECE_ELEMENTS, elements))
+
+    def encode(self, tensor: Described, read: Read, put: Put) -> LossMeter | None:
         found, meter = self._find(tensor), LossMeter()
         if found is None:
             return None
-        for name, values in self.copied.items() if found.name == LAST else ():
-            put(name, 0, values.reshape(-1).view(np.uint8))
-        elements = math.prod(found.shape)
-        width = elements // found.shape[0] if found.head_rows else 1
-        unit = found.head_rows * width or found.block_elements
-        piece = max(1, PIECE_ELEMENTS // unit) * unit
-        for start in range(0, elements, piece):
-            raw = read(start, min(piece, elements - start))
+        unit = _unit_elements(found)
+        for start, raw in read(max(1, PIECE_ELEMENTS // unit) * unit):
+            if not start and found.name == LAST:
+                for name, values in self.copied.items():
+                    put(name, 0, values.reshape(-1).view(np.uint8))
             if found.head_rows:
-                heads = raw.reshape(-1, 2, found.head_rows // 2, width)
-                raw = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1)
+                heads = raw.reshape(-1, 2, found.head_rows // 2, unit // found.head_rows)
+                raw = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(-1)  # noqa: PLW2901
             if found.shift:
-                raw = raw - np.float32(found.shift)
+                raw = raw - np.float32(found.shift)  # noqa: PLW2901
             if found.kind.name not in AS_STORED:
-                raw = _quantise(found, decoded(raw), meter)
+                raw = _quantise(found, decoded(raw), meter)  # noqa: PLW2901
             put(found.name, start // found.block_elements * found.block_bytes, raw.view(np.uint8))
-        return None if found.kind.name in AS_STORED else meter.loss
+        return None if found.kind.name in AS_STORED else meter
 
     def build_header(
         self, tensors: Iterable[Described], metadata: Mapping[str, str]
@@ -151,6 +164,11 @@ class GgufRecoding(Recoding):
         keys, _ = model_keys(beside.table(CONFIG))
         keys |= vocabulary_keys(beside, keys[f"{keys['general.architecture']}.vocab_size"])
         return replace(self, pairs={**_packed(keys), **self.pairs})
+
+
+def _unit_elements(tensor: Stored) -> int:
+    head = tensor.head_rows * math.prod(tensor.shape[1:])
+    return head or tensor.block_elements
 
 
 def _storage_type(tensor: Stored) -> StorageType:
@@ -196,8 +214,8 @@ def _pack(value: Any) -> bytes:
     return struct.pack(f"<IIQ{len(value)}{code}", 9, kind, len(value), *value)
 
 
-def open_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
-    """Find out what a GGUF output is made with: the keys of a GGUF file, or those of a directory.
+def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
+    """Return the GGUF format with its keys: those of a GGUF file, or made from a directory.
 
     They come from the base, or from the model that `copy_from` names.
     """

@@ -42,7 +42,7 @@ def _refuse(what: str | None) -> None:
 
 
 def model_keys(config: Table) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """Return the keys that say how the model computes, and the tensors that say it."""
+    """Return the keys, and the tensors, that describe the architecture."""
     kind = str(config.get("model_type"))
     name = _TABLES["architectures"].get(kind, kind)
     _refuse(None if name in FAMILIES else f"the model type {kind} (known: {', '.join(FAMILIES)})")
@@ -78,7 +78,7 @@ def _head_size(config: Table) -> int:
 
 
 def _unlike_llama_cpp(name: str, config: Table, keys: Table) -> str | None:
-    """Say what llama.cpp takes for granted of an architecture, and this model has otherwise."""
+    """Say what llama.cpp assumes of an architecture that does not hold for this model."""
     every, layers = _TABLES["full_every"].get(name), keys["block_count"]
     if every is None:
         act = "silu" if name.startswith("gemma") else config.get("hidden_act", "silu")
@@ -128,7 +128,7 @@ def _factors(rope: Table, theta: float, size: int) -> NDArray[np.float32]:
 
 
 def vocabulary_keys(beside: Sidecars, size: int) -> dict[str, Any]:
-    """Return the keys of the tokenizer that lies beside weights with so many rows."""
+    """Return the keys of the tokenizer beside weights with so many rows."""
     tokenizer = beside.table("tokenizer.json")
     try:
         tokens = _token_keys(tokenizer, size, is_sure="tokenizer.model" in beside.files)
@@ -142,7 +142,7 @@ def vocabulary_keys(beside: Sidecars, size: int) -> dict[str, Any]:
 
 
 def _token_keys(tokenizer: Table, size: int, *, is_sure: bool) -> dict[str, Any]:
-    """Return all tokens; it `is_sure` that pieces were made by sentencepiece."""
+    """Return the keys of all tokens; `is_sure` means that sentencepiece made the pieces."""
     model = tokenizer["model"]
     _refuse(None if model["type"] == "BPE" else f"a tokenizer of type {model['type']}")
     vocabulary, has_bytes = model["vocab"], bool(model.get("byte_fallback"))
@@ -174,7 +174,7 @@ def _token_keys(tokenizer: Table, size: int, *, is_sure: bool) -> dict[str, Any]
 
 
 def _lacking_merge(pieces: Collection[str], merges: Collection[tuple[str, ...]]) -> str | None:
-    """Say that some parts are not merged, as llama.cpp merges all that give a piece."""
+    """Name a merge that the tokenizer lacks; llama.cpp merges all parts that give a piece."""
     for piece in pieces:
         for cut in range(1, len(piece)):
             pair = piece[:cut], piece[cut:]

@@ -13,7 +13,7 @@ from typing import Any, Self
 from dare.errors import RecipeError
 from dare.formats.fp8 import Fp8
 from dare.formats.mxfp4 import Mxfp4
-from dare.formats.recoding import Loss, Put, Read, Recoding
+from dare.formats.recoding import LossMeter, Put, Read, Recoding, Unit
 from dare.inputs.directory import MODELOPT_CONFIG, Sidecars
 from dare.inputs.fp8 import Scale
 from dare.inputs.mxfp4 import MXFP4
@@ -45,7 +45,11 @@ class QuantisedRecoding(Recoding):
             return self.codes[name].stored(tensor)
         return [(name, self.kinds.get(name, dtype), shape)]
 
-    def encode(self, tensor: Described, read: Read, put: Put) -> Loss | None:
+    def unit(self, tensor: Described) -> Unit:
+        code = self.codes.get(tensor[0])
+        return Unit() if code is None else code.unit(tensor)
+
+    def encode(self, tensor: Described, read: Read, put: Put) -> LossMeter | None:
         code = self.codes.get(tensor[0])
         return super().encode(tensor, read, put) if code is None else code.encode(tensor, read, put)
 
@@ -55,7 +59,7 @@ class QuantisedRecoding(Recoding):
         return self
 
 
-def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecoding | None:
+def quantised_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecoding | None:
     """Return the formats of the base's weights; None if it has plain ones."""
     base = inputs[0]
     coded = {name: info.code for name, info in base.tensors.items() if isinstance(info, CodedInfo)}
@@ -88,7 +92,7 @@ def open_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRecodin
 
 
 def _restacked(settings: Mapping[str, Any], base: Source) -> Mapping[str, Any]:
-    """Give the modules that settings list by name the numbers of all layers that they are in."""
+    """Renumber modules that settings list by name, once for each layer that has them now."""
     counts = count_layers(base.tensors)
 
     def moved(module: Any) -> list[Any]:
@@ -104,7 +108,7 @@ def _restacked(settings: Mapping[str, Any], base: Source) -> Mapping[str, Any]:
 
 
 def _check_stack(base: Source, found: QuantisedRecoding) -> None:
-    """Refuse a stack of models that are stored in different ways, or unlike the configuration."""
+    """Refuse a stack of models stored in different ways, or not as the configuration says."""
     if base.layers and base.folder is not None and not found.config:
         what = "the base's config.json does not say that weights are quantised"
         raise RecipeError(f'format = "input": {what}; leave format out, or take another base')

@@ -88,13 +88,13 @@ class CodedInfo(TensorInfo):
     code: object  # how it is stored, by its format's module
 
 
-class Cost(NamedTuple):
-    """The memory that reading takes, beside the buffers that are filled."""
+class ReadingMemory(NamedTuple):
+    """The memory that reading takes, besides the buffers that are filled."""
 
     reading_bytes: int = 0  # for each thread
     ahead_bytes: int = 0  # for reading ahead of a store, of all threads together
 
-    def with_reading(self, nbytes: int) -> Cost:
+    def with_reading(self, nbytes: int) -> ReadingMemory:
         """Return the cost with more memory for each thread."""
         return self._replace(reading_bytes=self.reading_bytes + nbytes)
 
@@ -116,7 +116,7 @@ class Source:
     files: Mapping[Path, Stamp] = _NONE  # the files behind it, with the stamps they had
     remarks: tuple[Notice, ...] = ()
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
-    cost: Cost = Cost()
+    cost: ReadingMemory = ReadingMemory()
     ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
     tied: bool | None = None  # whether its head is its embedding, whatever a configuration says
     # Of a stack of layers: the folder that each is from, and its number there.
@@ -194,7 +194,7 @@ def home_of(source: Source) -> str:
 
 
 def stamps_of(source: Source) -> list[Any]:
-    """Return the facts by which a source's files are known to be the same, without reading them."""
+    """Return what identifies the files of a source without reading them."""
     # without the device, to which machines that share the files give other numbers
     return [(*stamp[:2], *stamp[3:]) for stamp in source.files.values() if stamp]
 
@@ -230,7 +230,7 @@ class InputFiles(Source):
             yield opened
             self.files[file] = opened.stamp
             most = opened.ahead_bytes if self._most_ahead is None else self._most_ahead
-            self.cost = Cost(opened.lone_bytes, min(opened.ahead_bytes, most))
+            self.cost = ReadingMemory(opened.lone_bytes, min(opened.ahead_bytes, most))
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
         finally:
@@ -294,16 +294,16 @@ class FileSource(InputFiles):
         self.headers: dict[Path, Header] = {}
         folders = _folders(path)
         files = {
-            file: (prefix, promise)
+            file: (prefix, shard)
             for prefix, folder in folders.items()
-            for file, promise in find_files(folder, "safetensors", *STEMS).items()
+            for file, shard in find_files(folder, "safetensors", *STEMS).items()
         }
         prefetch_beginnings(files)
-        for file, (prefix, promise) in files.items():
+        for file, (prefix, shard) in files.items():
             with self.open_header(file) as opened:
                 header = self.headers[file] = read_header(opened, str(file))
-            if promise is not None:
-                check_against_index(promise, file, set(header.tensors))
+            if shard is not None:
+                check_against_index(shard, file, set(header.tensors))
             for info in header.tensors.values():
                 self.add(replace(info, name=prefix + info.name) if prefix else info, file)
         self.metadata = next(iter(self.headers.values())).metadata if "" in folders else {}
@@ -428,7 +428,7 @@ class StackedSource(Source):
         self.files = {file: stamp for s in self._opened for file, stamp in s.files.items()}
         self.remarks = tuple(dict.fromkeys(note for s in self._opened for note in s.remarks))
         reading = max((source.cost.reading_bytes for source in self._opened), default=0)
-        self.cost = Cost(reading, sum(source.cost.ahead_bytes for source in self._opened))
+        self.cost = ReadingMemory(reading, sum(source.cost.ahead_bytes for source in self._opened))
 
     def delta_of(self, name: str) -> DeltaInfo:
         source, inner = self._homes[name]
@@ -458,7 +458,7 @@ class StackedSource(Source):
 
 
 def extras_of(base: Source, models: Sequence[Source]) -> dict[str, list[int]]:
-    """Return the tensors that only models have, in the order of their names, and who has them."""
+    """Return the tensors that only models have, by name, each with the models that have it."""
     names = sorted({name for model in models for name in model.tensors} - base.tensors.keys())
     return {name: [n for n, m in enumerate(models) if name in m.tensors] for name in names}
 
@@ -528,7 +528,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Opening:
-    """A model that is to be opened: what is given for it, and what is known of it cheaply."""
+    """A model that is to be opened: what the user gave, and what headers say."""
 
     path: Path
     allow_pickle: bool = False
@@ -600,15 +600,15 @@ def _folders(path: Path) -> dict[str, Path]:
     return {f"{folder.name}/": folder for folder, files in weights.items() if files}
 
 
-class Promise(NamedTuple):
+class IndexedShard(NamedTuple):
     """The tensors that an index says a shard has."""
 
     place: Path  # of the index
     tensors: set[str]
 
 
-def find_files(path: Path, kind: str, *stems: str) -> dict[Path, Promise | None]:
-    """Find the files of a model, each with the tensors that its index promises, if any.
+def find_files(path: Path, kind: str, *stems: str) -> dict[Path, IndexedShard | None]:
+    """Find the files of a model, each with what its index says, if there is one.
 
     In a directory, that is the index, or the usual single file, or the only one that ends alike: a
     variant such as `model.fp16.safetensors`, which may have an index too.
@@ -626,14 +626,14 @@ def find_files(path: Path, kind: str, *stems: str) -> dict[Path, Promise | None]
         file = path / found[0]
         if file.suffix != ".json":
             return {file: None}
-        return {shard: Promise(file, tensors) for shard, tensors in read_index(file).items()}
+        return {shard: IndexedShard(file, own) for shard, own in read_index(file).items()}
     if weights:
         raise InputError(f"{path}: has {len(weights)} {kind} files and no {index}; name one file")
     raise InputError(f"{path}: has no {kind} file and no {index}")
 
 
 def read_index(index: Path) -> dict[Path, set[str]]:
-    """Return the shards that an index names, each with the tensors it promises."""
+    """Return the shards that an index names, each with its tensors."""
     text = read_limited(index, MAX_INDEX_BYTES)
     try:
         weight_map = json.loads(text)["weight_map"]
@@ -650,10 +650,10 @@ def read_index(index: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def check_against_index(promise: Promise, file: Path, held: set[str]) -> None:
-    """Refuse a shard that holds other tensors than its index promises."""
-    index, promised = promise
-    for tensors, complaint in ((promised - held, "lacks"), (held - promised, "also holds")):
+def check_against_index(shard: IndexedShard, file: Path, held: set[str]) -> None:
+    """Refuse a shard that holds other tensors than its index says."""
+    index, listed = shard
+    for tensors, complaint in ((listed - held, "lacks"), (held - listed, "also holds")):
         if tensors:
             names = some_of(sorted(tensors))
             raise HeaderError(f"{index}: {file.name} {complaint} {names}; get both files again")
@@ -791,7 +791,7 @@ class HeldSource(SourceView):
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
         self._held = held
-        self.cost = Cost()
+        self.cost = ReadingMemory()
 
     def held(self, name: str) -> HeldTensor | None:
         return self._held[name]

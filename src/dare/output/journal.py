@@ -37,6 +37,8 @@ from dare.tensors.system import IS_POSIX, NO_LINKS, lock_file
 
 WRITER = {"journal": JOURNAL_VERSION, "dare": __version__}  # first in every journal
 
+OF_CODED = ("piece", "sums", "stored")  # what only coded chunks have
+
 LOCK_POLL_SECONDS = 0.05
 LONGEST_LAST_LINE = 1024
 
@@ -57,6 +59,9 @@ class Record:
     exceptions: tuple[Count, Count]  # elements that overflow, and that are NaN
     piece: tuple[int, ...] = ()  # a coded chunk's start among the pieces, size and number of values
     sums: tuple[float, ...] = ()  # a coded chunk's figures, to be added up over all chunks
+    # For the first chunk of a stretch in another format: tensors of the output, the place in each,
+    # the number of bytes there, and their digest.
+    stored: tuple[tuple[str, Count, Count, Digest], ...] = ()
 
     @property
     def key(self) -> Key:
@@ -271,9 +276,8 @@ class Journal:
 
     def add(self, records: Iterable[Record]) -> None:
         """Say that chunks are done."""
-        coded = ("piece", "sums")
         self._append(
-            {n: getattr(r, n) for n in Record.__slots__ if r.piece or n not in coded}
+            {n: value for n in Record.__slots__ if (value := getattr(r, n)) or n not in OF_CODED}
             for r in records
         )
 

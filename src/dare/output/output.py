@@ -5,23 +5,17 @@ journal. When a merge is resumed, every chunk the journal speaks of is hashed ag
 only those that are there byte for byte count as done; so it does not matter what was and was not
 synced when the process or the machine died. The target's name appears when everything is in place.
 
-A directory gets its name in one step: by a rename, or by exchanging names with the one that it
-replaces, so that the name never leads nowhere. A file follows its manifest. What is left over when
-a process dies in between is known by the journal, and the next run removes it. Of a replaced
-directory only the files are deleted that its manifest names.
-
-`Alone` opens the journal for a process that makes the whole output; `dare.output.slices` has what
-several processes do instead.
+`SoleWriter` opens the journal for a process that makes the whole output; `dare.output.slices` has
+what several processes do instead.
 """
 
 from __future__ import annotations
 
-import glob
 import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -35,13 +29,11 @@ from dare.errors import (
     VerificationError,
 )
 from dare.output.journal import Journal, JournalContent, Record, is_held, read_locked
-from dare.output.sink import FileSink, Metadata, check_free_space, explaining
+from dare.output.naming import clear_away, give_name, has_mark_only
+from dare.output.sink import FileSink, Metadata, check_free_space, explaining, make_sink
 from dare.output.targets import (
     JOURNAL_NAME,
-    MANIFEST_NAME,
     MARK_NAME,
-    REPLACED,
-    check_replaceable,
     check_target,
     claim,
     has_mark,
@@ -53,11 +45,10 @@ from dare.output.targets import (
     slice_journals,
     work_folder,
     write_synced,
-    written_files,
 )
 from dare.planning.data import Layout
 from dare.tensors.chunks import bytes_digest
-from dare.tensors.system import rename, sync_folder
+from dare.tensors.system import sync_folder
 
 
 class Identity(NamedTuple):
@@ -67,11 +58,11 @@ class Identity(NamedTuple):
     stamps: str = ""  # by what its inputs are known here and now
 
 
-class Alone:
-    """The part of a process that makes a whole output: it has the journal, and makes the files."""
+class SoleWriter:
+    """A process that makes a whole output: it holds the journal, and makes the files."""
 
-    # After these nothing is left behind.
-    hopeless: tuple[type[BaseException], ...] = (
+    # Errors after which nothing is left behind.
+    FATAL: tuple[type[BaseException], ...] = (
         MismatchError,
         NotFiniteError,
         RecipeError,
@@ -84,7 +75,7 @@ class Alone:
         return claim(folder)
 
     def open_journal(self, output: Output) -> JournalContent:
-        """Open the output's journal; return what of its content counts."""
+        """Open the output's journal; return its content, as far as it counts."""
         journal = output.journal = output.lock(JOURNAL_NAME)
         output.refuse_beside_slices()
         if output.resume:
@@ -103,11 +94,11 @@ class Alone:
         """Open the files, or make them."""
         sink.make()
 
-    def wants(self, record: Record) -> bool:  # noqa: ARG002
-        """Tell whether a chunk is this process's business."""
+    def owns(self, record: Record) -> bool:  # noqa: ARG002
+        """Tell whether a chunk is for this process to make."""
         return True
 
-    def doubts(self, records: list[Record]) -> Collection[Record]:
+    def must_rehash(self, records: list[Record]) -> Collection[Record]:
         """Return the chunks that must be hashed again before they count."""
         return records
 
@@ -128,7 +119,7 @@ class Publisher:
         check_target(self.layout, inputs, overwrite=overwrite)
 
     def finished_before(self) -> JournalContent | None:
-        """Return the journal of an output whose process died after giving the name, else None."""
+        """Return the journal if a process died between naming the output and clearing up."""
         target, is_directory = self.layout.target, self.layout.is_directory
         home = target if is_directory else partial_folder(target)
         try:
@@ -141,16 +132,16 @@ class Publisher:
         return found if found.finished == manifest and target.exists() else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
-        """Remove what such a process left, or one that died while removing it."""
-        if finished or _has_mark_only(self.layout):
-            _clear_away(self.layout, [])
+        """Remove what such a process left, or one that died while clearing up."""
+        if finished or has_mark_only(self.layout):
+            clear_away(self.layout, [])
 
     def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         """Return a sink for an output whose layout is known."""
-        return FileSink(self.folder, self.layout, metadata)
+        return make_sink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
-        """Give a complete output its name; return what went wrong when it was there."""
+        """Give a complete output its name; return what went wrong after that."""
         assert output.journal is not None
         layout = output.sink.layout
         write_synced(self.folder / manifest_path(layout.target).name, manifest)
@@ -175,7 +166,7 @@ class Output:
         *,
         resume: bool = True,
         overwrite: bool = False,
-        part: Alone | None = None,
+        part: SoleWriter | None = None,
         discards: bool = False,
     ) -> None:
         self.sink = sink
@@ -190,7 +181,7 @@ class Output:
         self.others: dict[str, str] = {}  # digests of the files beside the weights
         self.made: list[Path] = []  # folders that did not exist
         self._publisher = publisher
-        self._part = part or Alone()
+        self._part = part or SoleWriter()
         self._discards = discards  # what is incomplete is of no use to the next try
         self._is_void = False
 
@@ -217,9 +208,9 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
-        hopeless = kind is not None and issubclass(kind, self._part.hopeless)
-        self.sink.close(hopeless=hopeless)
-        if self.journal is not None and ((self._is_void and not self._part.is_shared) or hopeless):
+        is_fatal = kind is not None and issubclass(kind, self._part.FATAL)
+        self.sink.close(discard=is_fatal)
+        if self.journal is not None and ((self._is_void and not self._part.is_shared) or is_fatal):
             # Nothing is in it, or this can never be finished as it was planned.
             self.journal.release()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -255,7 +246,7 @@ class Output:
             time.sleep(0.01)
 
     def start_over(self, journal: Journal, found: JournalContent) -> None:
-        """Forget what was left there, and say why, if that was not asked for."""
+        """Remove an earlier try; note why, unless the user asked for it."""
         journal.start()
         if self.clear({MARK_NAME, JOURNAL_NAME}) and self.resume:
             self.started_over = "its journal cannot be read, so it starts over"
@@ -279,22 +270,22 @@ class Output:
         return bool(leftovers)
 
     def _sort(self, found: JournalContent) -> None:
-        """Sort the chunks that there are by whether their inputs are known to be the same."""
+        """Sort chunks by whether their inputs are known to be the same."""
         for stamps, record in found.records.values():
-            if self.sink.expects(record) and self._part.wants(record):
+            if self.sink.expects(record) and self._part.owns(record):
                 is_same = stamps == self.identity.stamps
                 (self.resumed if is_same else self.doubtful).append(record)
 
     def _intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk is there as the journal says."""
-        doubted = self._part.doubts(records)
+        to_rehash = self._part.must_rehash(records)
         with ThreadPoolExecutor() as pool:
-            there = list(itertools.compress(doubted, pool.map(self.sink.has, doubted)))
-        checked = {record.key for record in doubted}
+            there = list(itertools.compress(to_rehash, pool.map(self.sink.has, to_rehash)))
+        checked = {record.key for record in to_rehash}
         return [record for record in records if record.key not in checked] + there
 
     def confirm(self, records: Iterable[Record]) -> None:
-        """Take over what was doubtful: its inputs have been seen to be the same."""
+        """Accept doubtful chunks whose inputs were found to be the same."""
         confirmed = list(records)
         self.record(confirmed)
         self.resumed = self.sink.take_over([*self.resumed, *confirmed])
@@ -310,7 +301,7 @@ class Output:
         self.sink.note(records)
 
     def add_files(self, files: Mapping[str, bytes | Path]) -> None:
-        """Write or copy what goes beside the weights."""
+        """Write or copy the files beside the weights."""
         for name, content in files.items():
             path = self.folder / name
             with self.explaining(name):
@@ -320,9 +311,9 @@ class Output:
     def finish(
         self, metadata: Metadata, manifest: Mapping[str, Any], *, whole: bool = False
     ) -> list[str]:
-        """Write the final headers and the manifest, sync, give the name; return later faults.
+        """Write the final headers and the manifest, sync, give the name; return what fails later.
 
-        Of weights the manifest has the digest of the header, as their tensors have digests of
+        For weights, the manifest has the digest of the header, since tensors have digests of
         their own, or that of the `whole` file.
         """
         with self.explaining():
@@ -330,123 +321,3 @@ class Output:
             digests = self.sink.complete(metadata, whole=whole)
             self.add_files(self.sink.layout.indexes())
             return self._publisher.publish(self, seal(manifest, {**digests, **self.others}))
-
-
-# ---------------------------------------------------------------- the name
-
-
-def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
-    """Give a complete output its name, and sync the folders `made` for it; return later faults."""
-    target, folder = layout.target, partial_folder(layout.target)
-    name = _name_directory if layout.is_directory else _name_file
-    name(folder, layout, overwrite=overwrite)
-    problems: list[str] = []
-    for parent in dict.fromkeys((target.parent, *(path.parent for path in made))):
-        _attempt(problems, sync_folder, parent)
-    _clear_away(layout, problems)
-    return problems
-
-
-def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
-    target = layout.target
-    if rename(folder, target):
-        return
-    _refuse_newcomer(layout, overwrite=overwrite)
-    if not rename(folder, target, exchange=True):
-        target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
-        folder.rename(target)
-
-
-def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
-    target = layout.target
-    manifest = manifest_path(target)
-    if os.path.lexists(target):
-        _refuse_newcomer(layout, overwrite=overwrite)
-        if target.suffix != ".safetensors":  # which of the two there are now, a manifest has it
-            (folder / target.name).replace(target)
-            sync_folder(target.parent)
-            (folder / manifest.name).replace(manifest)
-            return
-    (folder / manifest.name).replace(manifest)
-    sync_folder(target.parent)
-    weights = folder / target.name
-    if overwrite:
-        weights.replace(target)
-    elif not rename(weights, target):
-        _refuse_newcomer(layout, overwrite=False)
-
-
-def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
-    """Refuse to replace what appeared since the merge began, unless that is allowed."""
-    if not overwrite:
-        what = "appeared during the merge; move it away and run the same merge again"
-        raise OutputError(f"{layout.target}: {what}")
-    check_replaceable(layout)
-
-
-# ---------------------------------------------------------------- clearing away
-
-
-def _has_mark_only(layout: Layout) -> bool:
-    """Tell whether only a mark or an empty folder is left of the making of an output."""
-    target = layout.target
-    if layout.is_directory:
-        return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
-    folder = partial_folder(target)
-    is_done = target.exists() and folder.is_dir() and not folder.is_symlink()
-    return is_done and not set(os.listdir(folder)) - {MARK_NAME}
-
-
-def _clear_away(layout: Layout, problems: list[str]) -> None:
-    """Remove the replaced output, and what only served the making of this one."""
-    home = layout.target
-    if layout.is_directory:
-        for replaced in _replaced(home):
-            _attempt(problems, _remove_output, replaced)
-        _attempt(problems, sync_folder, home.parent)
-        if problems:
-            return  # what tells the next run to clear away stays
-    else:
-        home = partial_folder(home)
-    for name in (JOURNAL_NAME, MARK_NAME):  # by the mark what is left is known to the last
-        if not problems:
-            _attempt(problems, os.unlink, home / name)
-    if not problems and not layout.is_directory:
-        _attempt(problems, os.rmdir, home)
-
-
-def _replaced(target: Path) -> Iterator[Path]:
-    """Yield the folders of outputs that have been replaced."""
-    names = f"{glob.escape(target.name)}{REPLACED}*"
-    for path in (partial_folder(target), *target.parent.glob(names)):
-        is_begun = has_mark(path) and not os.path.lexists(path / MANIFEST_NAME)
-        is_under_way = is_begun or os.path.lexists(path / JOURNAL_NAME)
-        if path.is_dir() and not path.is_symlink() and not is_under_way:
-            yield path
-
-
-def _remove_output(folder: Path) -> None:
-    """Remove of a directory what its manifest names, the manifest last, and no more."""
-    if not any(folder.iterdir()):
-        folder.rmdir()
-        return
-    manifest = folder / MANIFEST_NAME
-    files = written_files(folder)
-    for file in sorted(files - {manifest}):
-        file.unlink(missing_ok=True)
-    subfolders = {parent for file in files for parent in file.parents if folder in parent.parents}
-    for subfolder in sorted(subfolders, reverse=True):
-        with suppress(FileNotFoundError):
-            subfolder.rmdir()
-    manifest.unlink()
-    folder.rmdir()
-
-
-def _attempt(problems: list[str], action: Callable[[Path], None], path: Path) -> None:
-    """Do something that the output no longer depends on."""
-    try:
-        action(path)
-    except FileNotFoundError:
-        pass
-    except (OSError, OutputError) as error:
-        problems.append(str(error))

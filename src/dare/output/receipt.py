@@ -33,7 +33,7 @@ from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
 from dare.documents.shown import Shown
 from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
 from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
-from dare.formats.recoding import Loss
+from dare.formats.recoding import Loss, LossMeter
 from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
 from dare.inputs.sources import SINGLE_NAME
 from dare.output.journal import Record, group_by_tensor
@@ -106,9 +106,13 @@ class Recoded:
     """The loss of each tensor that lost anything."""
 
     @classmethod
-    def of(cls, name: str, losses: Mapping[str, Loss | None]) -> Recoded:
-        """Keep the losses of those that lost anything."""
-        return cls(name, {tensor: loss for tensor, loss in losses.items() if loss is not None})
+    def of(cls, plan: Plan, chunks: Mapping[str, Sequence[Record]]) -> Recoded | None:
+        """Add up the losses of tensors from the records of their chunks."""
+        if plan.recoding is None:
+            return None
+        sums = {t.name: [c.sums for c in chunks[t.name] if c.sums] for t in plan.tensors}
+        losses = {name: LossMeter(parts).loss for name, parts in sums.items() if parts}
+        return cls(plan.recoding.format, losses)
 
     def __str__(self) -> str:
         """The format, the mean error and the worst."""
@@ -243,6 +247,7 @@ def make_report(
         resumed_chunks=resumed_chunks,
         seconds=seconds,
         digests=digests,
+        recoded=Recoded.of(plan, chunks),
         notes=plan.notes,
     )
 
@@ -599,13 +604,6 @@ def output_of(manifest_file: Path) -> Path:
     if manifest_file.name == MANIFEST_NAME:
         return manifest_file.parent
     return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))
-
-
-def read_recoded(output: Path) -> Recoded | None:
-    """Return what a finished output's manifest says of its format."""
-    found = read_manifest(manifest_path(output))["report"].get("recoded")
-    losses = found and {name: Loss(**loss) for name, loss in found["tensors"].items()}
-    return found and Recoded(found["format"], losses)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,16 +20,21 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import OutputError
-from dare.formats.recoding import Loss
-from dare.inputs.sources import Raw
-from dare.output.journal import Journal, JournalContent, Record
-from dare.planning.data import MERGED_NAME, Layout
-from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, file_digest
+from dare.output.journal import Journal, JournalContent, Key, Record
+from dare.planning.data import Layout
+from dare.tensors.chunks import (
+    bytes_digest,
+    chunk_count,
+    chunk_span,
+    file_digest,
+    running_digest,
+)
 from dare.tensors.files import OutputFile
-from dare.tensors.header import TensorInfo
+from dare.tensors.header import TensorInfo, stored_elements
 from dare.tensors.system import sync_folder
 
 PIECES_NAME = "dare-pieces.bin"
+READ_BYTES = 8 << 20  # read back at once
 
 Bytes = NDArray[np.uint8]
 Metadata = Mapping[str, Mapping[str, str]]  # by file
@@ -40,10 +45,10 @@ class Sink(Protocol):
     """Somewhere to put merged tensors; may be called from any thread."""
 
     def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
-        """Return the memory in which a tensor's bytes can be made; None if they must be written."""
+        """Return memory for a tensor's bytes that is part of the output; None: call `write`."""
 
     def position(self, name: str, offset: int) -> int:
-        """Return the position of a tensor's byte in its file, for data to be aligned alike."""
+        """Return the position of a tensor's byte in its file, to align buffers in the same way."""
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Store a tensor's bytes from `offset` on."""
@@ -107,7 +112,7 @@ class FileSink:
         return self.built
 
     def begin(self, journal: Journal, found: JournalContent) -> None:
-        """Get to know the journal, and what it says of an earlier try."""
+        """Take note of the journal, and of what it says of an earlier try."""
 
     def make(self, files: Iterable[str] | None = None) -> None:
         """Open all files or some; make those that are missing, and write the headers."""
@@ -119,7 +124,7 @@ class FileSink:
             self.opened[file].write(header, 0)
 
     def join(self, files: Iterable[str] | None = None) -> None:
-        """Open files that another process has made: all of them, or only these."""
+        """Open files that another process has made: all, or only these."""
         for file in self.built if files is None else files:
             self.opened[file] = OutputFile(self.folder / file, None)
 
@@ -129,12 +134,12 @@ class FileSink:
             file.sync()
 
     def reserve(self) -> None:
-        """Take the room that the files need."""
+        """Allocate the space that the files need."""
         for file in self.opened.values():
             file.reserve()
 
     def missing_bytes(self) -> int:
-        """Return the room on the disk that is still needed."""
+        """Return the bytes that are still needed on the disk."""
         return sum(file.unwritten_bytes() for file in self.opened.values())
 
     def expects(self, record: Record) -> bool:
@@ -145,27 +150,40 @@ class FileSink:
     def has(self, record: Record) -> bool:
         """Tell whether a chunk that was recorded is there, byte for byte."""
         try:
-            return bytes_digest(self.read_chunk(record)) == record.output
+            return all(self.digest(*part[:3]) == part[3] for part in self.parts(record))
         except OSError:  # the disk does not give it back
             return False
 
-    def read_chunk(self, record: Record) -> bytes:
-        """Read back what was written of a chunk."""
+    def files_of(self, name: str) -> set[str]:
+        """Return the files that a merged tensor is written into."""
+        return {self.places[name][0]}
+
+    def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
+        """Yield what was written of a chunk: file, position, number of bytes, digest."""
         file, info = self.places[record.tensor]
         start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
-        return self.opened[file].read(info.start + start, count)
+        yield file, info.start + start, count, record.output
+
+    def digest(self, file: str, position: int, nbytes: int) -> str:
+        """Hash some bytes of a file."""
+        found, end = running_digest(), position + nbytes
+        for start in range(position, end, READ_BYTES):
+            found.update(self.opened[file].read(start, min(READ_BYTES, end - start)))
+        return found.hexdigest()
 
     def take_over(self, records: list[Record]) -> list[Record]:
         """Go on from chunks of an earlier try; return those that count."""
         return records
 
     def note(self, records: Iterable[Record]) -> None:
-        """Hear that chunks are in the journal."""
+        """Take note of chunks that are in the journal now."""
 
     def complete(self, metadata: Metadata, *, whole: bool) -> dict[str, str]:
         """Write the final headers and sync; return the digest of each header, or `whole` file."""
         digests = {}
         for name, file in self.opened.items():
+            if name not in self.built:
+                continue
             header = self.final_header(name, metadata[name])
             file.write(header, 0)
             file.sync()
@@ -180,67 +198,71 @@ class FileSink:
         return header
 
     def clear_up(self) -> None:
-        """Remove what only served the making of the files."""
+        """Remove temporary files."""
 
-    def close(self, *, hopeless: bool = False) -> None:
-        """Close what is open; take back what can never be finished and is elsewhere."""
-        del hopeless  # here nothing is elsewhere
+    def close(self, *, discard: bool = False) -> None:  # noqa: ARG002
+        """Close all files; `discard` says to delete what is elsewhere and can never be finished."""
         for file in self.opened.values():
             file.close()
         self.opened = {}
 
 
-class RecodedSink(FileSink):
-    """A file of merged tensors; `recode` it into the output's files when all are there."""
+class CodedSink(FileSink):
+    """Files of another format, with stretches of chunks stored; see `dare.formats.recoding`.
 
-    def __init__(
-        self, folder: Path, merged: Layout, output: Layout, metadata: Mapping[str, str]
-    ) -> None:
-        super().__init__(folder, merged, metadata)
-        self.layout = output
-        self._metadata = metadata
-        self._merged: OutputFile | None = None
+    The record of a stretch's first chunk says what was stored.
+    """
 
-    def missing_bytes(self) -> int:
-        rest = sum(self.layout.sizes) if self._merged is None else 0
-        return super().missing_bytes() + rest
+    def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
+        super().__init__(folder, layout, metadata)
+        assert layout.recoding is not None
+        self._recoding = layout.recoding
+        self._chunks: dict[str, int] = {}  # of each merged tensor
+        self._together: dict[str, int] = {}  # those of a stretch
+        self._stored: dict[str, list[str]] = {}  # tensors of the output
+        for name, dtype, shape in layout.merged:
+            self._chunks[name] = chunk_count(stored_elements(dtype, shape))
+            self._together[name] = self._recoding.chunks_together((name, dtype, shape))
+            self._stored[name] = [own for own, *_ in self._recoding.stored((name, dtype, shape))]
 
-    def recode(self, threads: int, progress: Callable[[int], None]) -> dict[str, Loss | None]:
-        """Write every tensor in the output's format; return what each has lost by that."""
-        recoding = self.layout.recoding
-        assert recoding is not None
-        ((name, (_, tensors)),) = self.built.items()
-        merged = self._merged = self.opened.pop(name)
-        self.lay_out(self.layout, self._metadata)
-        with explaining(self.folder, resumable=self.resumable):
-            self.make()
-            check_free_space(self)
+    def make(self, files: Iterable[str] | None = None) -> None:
+        super().make(files)
+        for tensor in self.layout.merged:
+            if not self._chunks[tensor[0]]:  # so nobody makes it, but it may have a scale
+                self._recoding.encode(tensor, lambda _size: (), self.write)
 
-        def encode(info: TensorInfo) -> Loss | None:
-            def read(start: int, count: int) -> Raw:
-                with explaining(self.folder / name, what="read", resumable=self.resumable):
-                    raw = merged.read(info.position(start), count * info.dtype.itemsize)
-                return np.frombuffer(raw, info.dtype.carrier)
+    def expects(self, record: Record) -> bool:
+        return record.chunk in range(self._chunks.get(record.tensor, 0))
 
-            loss = recoding.encode((info.name, info.dtype, info.shape), read, self.write)
-            progress(info.nbytes)
-            return loss
+    def files_of(self, name: str) -> set[str]:
+        return {self.places[own][0] for own in self._stored[name]}
 
-        with ThreadPoolExecutor(threads) as pool:
-            return dict(zip(tensors, pool.map(encode, tensors.values()), strict=True))
+    def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
+        for name, start, count, digest in record.stored:
+            file, info = self.places[name]
+            yield file, info.start + start, count, digest
 
-    def clear_up(self) -> None:
-        (self.folder / MERGED_NAME).unlink()
-        sync_folder(self.folder)  # or else a power cut may bring it back when all is done
+    def take_over(self, records: list[Record]) -> list[Record]:
+        """Go on from stretches of which all chunks count."""
+        stretches = defaultdict[Key, list[Record]](list)
+        for record in records:
+            stretches[record.tensor, record.chunk // self._together[record.tensor]].append(record)
+        whole: list[Record] = []
+        for (name, number), found in stretches.items():
+            together = self._together[name]
+            if len(found) == min(together, self._chunks[name] - number * together):
+                whole += found
+        return whole
 
-    def close(self, *, hopeless: bool = False) -> None:
-        if self._merged is not None:
-            self._merged.close()
-        super().close(hopeless=hopeless)
+
+def make_sink(folder: Path, layout: Layout, metadata: Mapping[str, str]) -> FileSink:
+    """Return a sink for the files of an output."""
+    kind = FileSink if layout.recoding is None else CodedSink
+    return kind(folder, layout, metadata)
 
 
 class PieceSink(FileSink):
-    """A file of which only the chunks are known; `assemble` it when all are there."""
+    """A file whose tensors get their sizes from their chunks; `assemble` it when all are there."""
 
     def __init__(self, folder: Path, target: Path, chunks: Mapping[str, int]) -> None:
         super().__init__(folder, Layout(target, {}), {})
@@ -258,14 +280,14 @@ class PieceSink(FileSink):
             return
         path = self.folder / PIECES_NAME
         self._end = path.stat().st_size if path.exists() else 0
-        self._pieces = OutputFile(path, self._end)
+        self.opened[PIECES_NAME] = OutputFile(path, self._end)
 
     def expects(self, record: Record) -> bool:
         return bool(record.piece) and record.chunk in range(self._chunks.get(record.tensor, 0))
 
-    def read_chunk(self, record: Record) -> bytes:
+    def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
         start, nbytes, _ = record.piece
-        return self._pieces.read(start, nbytes)
+        yield PIECES_NAME, start, nbytes, record.output
 
     @property
     def size(self) -> int:
@@ -279,7 +301,7 @@ class PieceSink(FileSink):
             start = self._end
             self._end += data.size
         with explaining(self.folder / PIECES_NAME, resumable=self.resumable):
-            self._pieces.write(data, start)
+            self.opened[PIECES_NAME].write(data, start)
         return start
 
     def assemble(
@@ -288,13 +310,14 @@ class PieceSink(FileSink):
         """Join each tensor from its parts; the final metadata must be as long as this."""
         self.lay_out(layout, metadata)
         ((name, (_, placed)),) = self.built.items()
+        parts = self.opened[PIECES_NAME]
         with explaining(self.folder / name, resumable=self.resumable):
             self.make()
             check_free_space(self)
             for tensor, pieces in tensors.items():
                 position = placed[tensor].start
                 for piece in pieces:
-                    data = piece if isinstance(piece, bytes) else self._pieces.read(*piece)
+                    data = piece if isinstance(piece, bytes) else parts.read(*piece)
                     self.opened[name].write(data, position)
                     position += len(data)
                 if position != placed[tensor].start + placed[tensor].nbytes:
@@ -304,14 +327,9 @@ class PieceSink(FileSink):
         (self.folder / PIECES_NAME).unlink()
         sync_folder(self.folder)  # or else a power cut may bring it back when all is done
 
-    def close(self, *, hopeless: bool = False) -> None:
-        if hasattr(self, "_pieces"):
-            self._pieces.close()
-        super().close(hopeless=hopeless)
-
 
 def check_free_space(sink: FileSink) -> None:
-    """Refuse to begin what the disk has no room for."""
+    """Refuse an output that the disk has no room for."""
     missing, free = sink.missing_bytes(), shutil.disk_usage(sink.folder).free
     if missing > free:
         needs = f"needs {show_size(missing)} more and the disk has {show_size(free)} free"
@@ -320,7 +338,7 @@ def check_free_space(sink: FileSink) -> None:
 
 @contextmanager
 def explaining(place: Path, *, what: str = "written", resumable: bool = False) -> Iterator[None]:
-    """Say where something cannot be written, or read, and what becomes of what was."""
+    """Raise errors of the system as OutputError, with the place and the remedy."""
     try:
         yield
     except OSError as error:

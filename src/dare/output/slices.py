@@ -39,7 +39,7 @@ from dare.output.journal import (
     is_held,
     read_journal,
 )
-from dare.output.output import Alone, Output
+from dare.output.output import Output, SoleWriter
 from dare.output.receipt import Report
 from dare.output.sink import FileSink
 from dare.output.targets import (
@@ -51,7 +51,6 @@ from dare.output.targets import (
 )
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
-from dare.tensors.chunks import chunk_span
 from dare.tensors.names import some_of
 from dare.tensors.system import sync_folder
 
@@ -96,10 +95,10 @@ class SliceReport(Shown):
         return {**asdict(self), "report": self.report and self.report.to_dict()}
 
 
-class OneSlice(Alone):
+class OneSlice(SoleWriter):
     """The part of a process that makes one slice of an output; call `end` at the end."""
 
-    hopeless = ()  # what others have made stays
+    FATAL = ()  # what others have made stays
     is_shared = True
 
     def __init__(self, part: Slice, share: Share) -> None:
@@ -195,7 +194,7 @@ class OneSlice(Alone):
                 sink.make()
             sink.sync()
 
-    def wants(self, record: Record) -> bool:
+    def owns(self, record: Record) -> bool:
         return record.chunk in self._share.get(record.tensor, ())
 
     def adopt(self) -> None:
@@ -237,10 +236,10 @@ class GoneError(OutputError):
     """Nothing is under way there, or no more."""
 
 
-class Finisher(Alone):
+class Finisher(SoleWriter):
     """The part of a process that publishes an output whose chunks slices have made."""
 
-    hopeless = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
+    FATAL = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
     is_shared = True
 
     def __init__(self, wait: float = 0) -> None:
@@ -285,8 +284,8 @@ class Finisher(Alone):
         self._sink = sink
         sink.join()
 
-    def doubts(self, records: list[Record]) -> Collection[Record]:
-        """Doubt what was not synced by its slice, or lies near what another has written."""
+    def must_rehash(self, records: list[Record]) -> Collection[Record]:
+        """Return what was not synced by its slice, or lies near what another has written."""
         near = self._near_others(records)
         return [r for r in records if r.key in near or not self._found.is_synced(r.key)]
 
@@ -295,15 +294,13 @@ class Finisher(Alone):
         makers = defaultdict[tuple[str, int], set[str]](set)
         for file, (header, _) in self._sink.built.items():
             makers[file, (len(header) - 1) // LARGEST_PAGE].add("")
-        pages = {}  # the first and the last of each chunk: it has those between to itself
-        for record in records:
-            file, info = self._sink.places[record.tensor]
-            start, count = chunk_span(record.chunk, info.elements)
-            first = info.start + start * info.dtype.itemsize
-            ends = first, first + count * info.dtype.itemsize - 1
-            pages[record.key] = [(file, place // LARGEST_PAGE) for place in ends]
-            for page in pages[record.key]:
-                makers[page].add(self._found.makers.get(record.key, ""))
+        pages = defaultdict[Key, list[tuple[str, int]]](list)
+        for record in records:  # what lies between the ends of a part, it has to itself
+            for file, start, nbytes, _ in self._sink.parts(record):
+                ends = [(file, end // LARGEST_PAGE) for end in (start, start + nbytes - 1)]
+                pages[record.key] += ends
+                for page in ends:
+                    makers[page].add(self._found.makers.get(record.key, ""))
         return {key for key, ends in pages.items() if any(len(makers[page]) > 1 for page in ends)}
 
     def adopt(self, output: Output, planned: Plan) -> None:

@@ -162,13 +162,13 @@ class StoreSink(FileSink):
         for file in self._sent:
             (self.folder / file).unlink(missing_ok=True)
 
-    def close(self, *, hopeless: bool = False) -> None:
+    def close(self, *, discard: bool = False) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
         if self._sending.acquire(timeout=EXIT_SECONDS):
             self._sending.release()
-        if hopeless:
+        if discard:
             with suppress(OutputError):
                 uploading.delete(self._place(file) for file in self._sent)
         super().close()

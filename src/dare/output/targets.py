@@ -109,7 +109,7 @@ def slice_journals(folder: Path) -> dict[Slice, Path]:
 
 
 def has_mark(folder: Path) -> bool:
-    """Tell whether an output is being made in a folder, or was."""
+    """Tell whether an output is being made in a folder, or was made there."""
     mark = folder / MARK_NAME
     if folder.is_symlink() or mark.is_symlink() or not mark.is_file():
         return False
@@ -119,7 +119,7 @@ def has_mark(folder: Path) -> bool:
 
 
 def is_only_name(path: Path) -> bool:
-    """Tell whether a file has no second name through which writing would change another file."""
+    """Tell whether a file has no other name, so that writing changes no other file."""
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
@@ -273,7 +273,7 @@ def _check_manifest(target: Path) -> None:
 
 
 def _check_folder(target: Path) -> None:
-    """Refuse to replace a folder with anything in it that dare did not write."""
+    """Refuse to replace a folder that contains anything dare did not write."""
     if not any(target.iterdir()):
         return
     if not (target / MANIFEST_NAME).exists():
@@ -329,13 +329,13 @@ def written_files(folder: Path) -> set[Path]:
 
 
 def seal(document: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
-    """The text of a document with the digests of the files it speaks of, and its own."""
+    """Return a document as text, with the digests of its files and one of itself."""
     text = json_bytes({**document, "files": dict(files), SEAL: UNKNOWN}, indent=1)
     return _with_seal(text, bytes_digest(text))
 
 
 def _with_seal(text: bytes, digest: str) -> bytes:
-    """Put a digest in place of the one at the end."""
+    """Replace the digest at the end."""
     head, _, tail = text.rpartition(f'"{SEAL}": "'.encode())
     return head + f'"{SEAL}": "{digest}'.encode() + tail[DIGEST_LENGTH:]
 
@@ -399,7 +399,7 @@ def claim(folder: Path) -> list[Path]:
 
 
 def _mark(folder: Path) -> None:
-    """Write our mark, as others may do at the same moment."""
+    """Write our mark; others may do so at the same moment."""
     file_descriptor = os.open(folder / MARK_NAME, os.O_WRONLY | os.O_CREAT | NO_LINKS, 0o666)
     try:
         os.write(file_descriptor, MARK)

@@ -27,7 +27,6 @@ from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_s
 from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path, read_sealed
-from dare.planning.plan import available_cores
 from dare.stores.locations import to_path
 from dare.tensors.chunks import (
     SEAL,
@@ -40,6 +39,7 @@ from dare.tensors.chunks import (
 )
 from dare.tensors.files import is_there, read_beginning
 from dare.tensors.header import Header, TensorInfo
+from dare.tensors.system import available_cores
 
 Manifest = Mapping[str, Any]
 

@@ -52,6 +52,7 @@ class Layout:
     files: Mapping[str, tuple[Described, ...]]
     scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
     recoding: Recoding | None = field(default=None, kw_only=True)  # if not plain safetensors
+    merged: tuple[Described, ...] = field(default=(), kw_only=True)  # before they are recoded
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of every file
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class Layout:
 
     @property
     def scratch_bytes(self) -> int:
-        """About how much room it takes until it is in its store: two files, one after the other."""
+        """About how much scratch space it takes on the way to a store: two adjacent files."""
         sizes = self.sizes if self.is_sent else []
         return max(map(sum, itertools.pairwise([0, *sizes])), default=0)
 
@@ -131,11 +132,12 @@ def lay_out(
     tensors: Iterable[Described],
     shard_size: int | None,
     stems: Mapping[str, str] | None = None,
-    recoding: Recoding | None = None,
+    **more: Any,
 ) -> Layout:
     """Order tensors as the safetensors library does, widest type first, and fill shards in turn.
 
-    `stems` are what files are called, by what the names of their tensors begin with.
+    `stems` are what files are called, by what the names of their tensors begin with. What else a
+    layout has is passed on.
     """
     stems = stems or {"": STEMS[0]}
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
@@ -144,7 +146,7 @@ def lay_out(
             raise RecipeError(f"shard_size makes several files; {target} is one: give a directory")
         if any(stems):
             raise OutputError(f"{target}: a pipeline is several models; name a directory")
-        return Layout(target, {target.name: tuple(ordered)}, recoding=recoding)
+        return Layout(target, {target.name: tuple(ordered)}, **more)
 
     models: dict[str, list[Described]] = {prefix: [] for prefix in stems}
     for tensor in ordered:
@@ -156,7 +158,7 @@ def lay_out(
         for number, shard in enumerate(shards, start=1):
             ending = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
             files[f"{prefix}{stem}{ending}.safetensors"] = tuple(shard)
-    return Layout(target, files, recoding=recoding)
+    return Layout(target, files, **more)
 
 
 def _fill_shards(tensors: Iterable[Described], shard_size: int | None) -> list[list[Described]]:
@@ -185,8 +187,7 @@ def _nbytes(tensor: Described) -> int:
 
 
 FORMAT = 1  # of manifests
-MERGED_NAME = "dare-merged.safetensors"  # what is merged, until it is recoded
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3  # 2 did not say what of a chunk is stored in another format
 
 
 class Fate(StrEnum):
@@ -237,6 +238,11 @@ class TensorPlan:
         first = len(self.stages) - len(self.refine)
         refine = zip(self.stages[first:], self.refine, strict=True)
         return [(stage, own) for stage, own in refine if self.is_surveyed_by(stage, own)]
+
+    @property
+    def described(self) -> Described:
+        """Its name, type and shape, as it is merged."""
+        return self.name, self.dtype, self.shape
 
     @property
     def key(self) -> str:
@@ -381,14 +387,6 @@ class PlanData:
         """The format of the output, if that is not plain safetensors."""
         return None if self.layout is None else self.layout.recoding
 
-    @property
-    def merged_layout(self) -> Layout | None:
-        """The files that chunks are written into: the output's, or one that is recoded."""
-        if self.recoding is None:
-            return self.layout
-        tensors = tuple((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
-        return Layout(Path(MERGED_NAME), {MERGED_NAME: tensors})
-
     @cached_property
     def has_later_draws(self) -> bool:
         return any(1 in t.draws_of(m) for t in self.merged() for m in t.models)
@@ -483,7 +481,7 @@ class PlanData:
         return model if is_sole else None
 
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
-        """The models that take part in a tensor, and what is said of their copies."""
+        """The models that take part in a tensor, and the descriptions of their copies."""
         return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]
 
     def original_digest(self, tensor: TensorPlan, model: int) -> str | None:
@@ -510,6 +508,10 @@ class PlanData:
         return tensor.is_merged and (
             tensor.joint_reads > 0 or any(map(tensor.surveyed_stages, tensor.models))
         )
+
+    def chunks_together(self, tensor: TensorPlan) -> int:
+        """Return how many chunks of a tensor are made and recorded together."""
+        return 1 if self.recoding is None else self.recoding.chunks_together(tensor.described)
 
     @cached_property
     def has_deltas(self) -> bool:

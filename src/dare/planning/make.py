@@ -19,13 +19,15 @@ from pydantic import Field
 from dare.documents.notices import LIMIT, Notice, Severity, notice
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
-from dare.formats.recoding import Recoding, find_recoding
+from dare.formats import find_recoding
+from dare.formats.recoding import Recoding
 from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
 from dare.kernels import backend_notices
+from dare.planning.cost import check_memory
 from dare.planning.data import Fate, TensorPlan, lay_out
-from dare.planning.plan import Plan, check_memory
+from dare.planning.plan import Plan
 from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule, names_of
@@ -208,12 +210,17 @@ def make_plan(
             warnings.append(notice("unused_rule", str(rule), reason=reason))
 
     warnings += _float8_warnings(recipe, tensors) if recoding is None else ()
-    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+    described = [tensor.described for tensor in tensors]
     layout = None
     if recipe.output is not None:
         stored = [own for t in described for own in recoding.stored(t)] if recoding else described
-        layout = lay_out(recipe.output, stored, recipe.shard_size, stems_of(base), recoding)
-        layout = replace(layout, scratch=options.scratch, metadata=merged_spec(base, named))
+        layout = lay_out(
+            *(recipe.output, stored, recipe.shard_size, stems_of(base)),
+            recoding=recoding,
+            merged=tuple(described),
+            scratch=options.scratch,
+            metadata=merged_spec(base, named),
+        )
         listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])

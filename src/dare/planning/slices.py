@@ -53,6 +53,7 @@ class Division:
         self.of = of
         self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self._whole = {tensor.name for tensor in plan.tensors if plan.is_surveyed(tensor)}
+        self._together = {t.name: plan.chunks_together(t) for t in plan.tensors}
         self._start: dict[str, int] = {}  # bytes that are read and written before a tensor
         self._nbytes: dict[str, int] = {}
         done = 0
@@ -66,7 +67,10 @@ class Division:
     def owner(self, name: str, chunk: int = 0) -> int:
         """The number of the slice that has a chunk: the one that has its middle byte."""
         elements = max(self._tensors[name].elements, 1)
-        start, count = (0, elements) if name in self._whole else chunk_span(chunk, elements)
+        together = self._together[name]
+        start, count = chunk_span(chunk - chunk % together, elements, together)
+        if name in self._whole:
+            start, count = 0, elements
         twice_middle = 2 * self._start[name] * elements
         twice_middle += self._nbytes[name] * (2 * start + count)
         return min(twice_middle * self.of // (2 * self.total * elements), self.of - 1) + 1
@@ -88,5 +92,5 @@ class Division:
         return list(shares)
 
     def nbytes(self, share: Share) -> int:
-        """About how many of the total belong to a share."""
+        """About how many bytes of the total belong to a share."""
         return sum(self._nbytes[n] * len(c) // self._tensors[n].chunks for n, c in share.items())

@@ -43,7 +43,7 @@ from dare.errors import (
 from dare.inputs.sources import Source, hold_open, read_stored
 from dare.output.journal import Record
 from dare.output.receipt import metadata_of
-from dare.output.sink import FileSink, explaining
+from dare.output.sink import FileSink, explaining, make_sink
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
 from dare.recipe.options import RunOptions
@@ -363,7 +363,7 @@ class MergeWork:
             if not isinstance(piece, Mapping):
                 return do_census_steps(plan, piece, known, progress=read.append), sum(read)
             with explaining(self.folder, resumable=True):
-                files.join({files.places[name][0] for name in piece})
+                files.join(set().union(*map(files.files_of, piece)))
                 if not is_sent:
                     files.reserve()
             try:
@@ -378,8 +378,8 @@ class MergeWork:
 
     def files(self, plan: Plan) -> FileSink:
         """Return the files of the partial output, as this process sees them."""
-        assert plan.merged_layout is not None  # a merge in memory has no cluster
-        return FileSink(self.folder, plan.merged_layout, metadata_of(plan.identity))
+        assert plan.layout is not None  # a merge in memory has no cluster
+        return make_sink(self.folder, plan.layout, metadata_of(plan.identity))
 
 
 def check_for_cluster(plan: Plan) -> None:
@@ -459,7 +459,7 @@ def _shares_left(division: Division, done: Sequence[Record]) -> Iterator[Share]:
 def _check_arrival(node: str, files: FileSink, record: Record) -> None:
     """Refuse a node that writes into another folder of the same name."""
     with explaining(files.folder, resumable=True):
-        files.join([files.places[record.tensor][0]])
+        files.join(files.files_of(record.tensor))
         has_arrived = files.has(record)
         files.close()
     if not has_arrived:

@@ -28,7 +28,7 @@ from dare.errors import OutputError, RecipeError, warn_caller
 from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import JournalContent, Record
-from dare.output.output import Alone, Identity, Output, Publisher
+from dare.output.output import Identity, Output, Publisher, SoleWriter
 from dare.output.sink import ArraySink, FileSink, Metadata, Sink
 from dare.output.store import StorePublisher
 from dare.planning.data import Layout
@@ -42,6 +42,7 @@ from dare.run.worker import (
     MakeCoder,
     Merger,
     Progress,
+    Recoder,
     Worker,
     list_census_steps,
     list_steps,
@@ -204,7 +205,7 @@ def begin(work: Work[R], *, overwrite: bool, resume: bool) -> R | None:
 
 
 def perform(
-    work: Work[R], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
+    work: Work[R], *, overwrite: bool = False, resume: bool = True, part: SoleWriter | None = None
 ) -> R:
     """Make an output whose place was checked."""
     started = time.perf_counter()
@@ -224,7 +225,7 @@ def perform(
 
 
 def open_output(
-    work: Work[Any], *, overwrite: bool = False, resume: bool = True, part: Alone | None = None
+    work: Work[Any], *, overwrite: bool = False, resume: bool = True, part: SoleWriter | None = None
 ) -> Output:
     """Put together where the bytes of a work go, their journal, and the way to its name."""
     publisher = publisher_of(work.layout)
@@ -275,13 +276,13 @@ def execute(
     progress: Progress = lambda _nbytes: None,
     known: Results | None = None,
     share: Share | None = None,
-    make_coder: MakeCoder = Merger,
+    make_coder: MakeCoder | None = None,
 ) -> list[Record]:
     """Merge what is not `done` yet into the sink; return the records of all chunks.
 
     `record` gets the records of each batch. `known` are the conclusions of a plan that this one is
     a part of; else they are drawn here. With a `share`, only its chunks are merged. `make_coder`
-    makes what codes chunks.
+    makes what codes chunks: unless it is given, they are stored as the plan's layout says.
     """
     if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
@@ -290,13 +291,14 @@ def execute(
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
         pairs = zip(steps, results, strict=True)
-        if made := [result for step, result in pairs if isinstance(step, Make)]:
+        if made := [each for step, found in pairs if isinstance(step, Make) for each in found]:
             record(made)
             records.extend(made)
 
     finished = {found.key for found in done}
     steps = list_steps(plan, finished, known or (), share)
-    _run_steps(plan, steps, sink, progress, known or {}, collect, make_coder)
+    coder = make_coder or (Merger if plan.recoding is None else Recoder)
+    _run_steps(plan, steps, sink, progress, known or {}, collect, coder)
     return records
 
 

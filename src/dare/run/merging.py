@@ -16,17 +16,15 @@ from dare.output.journal import BusyError, JournalContent, Record
 from dare.output.output import Publisher
 from dare.output.receipt import (
     Digests,
-    Recoded,
     Report,
     checked_metadata,
     full_manifest,
     make_report,
     metadata_of,
-    read_recoded,
     with_digests,
 )
 from dare.output.sidecars import sidecar_files
-from dare.output.sink import FileSink, RecodedSink
+from dare.output.sink import FileSink
 from dare.output.slices import Finisher, GoneError, OneSlice, SliceReport
 from dare.output.targets import seal
 from dare.planning.plan import Plan
@@ -61,8 +59,7 @@ class Merge(Work[Report]):
         what = "Already complete; removed temporary files"
         noticed = [notice(LEFTOVERS, str(self.plan.recipe.output), what=what)]
         sample = sample_models(self.plan)
-        report = make_report(self.plan, records, sample, noticed, 0.0, 0, len(records))
-        return replace(report, recoded=read_recoded(self.layout.target))
+        return make_report(self.plan, records, sample, noticed, 0.0, 0, len(records))
 
     def prepare(self) -> None:
         """Sample the weights, and make the documents of an empty merge: so nothing fails later."""
@@ -71,21 +68,12 @@ class Merge(Work[Report]):
         seal(receipt.manifest or {}, {})
         receipt.report.to_json()
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._recoded_bytes
-
-    @property
-    def _recoded_bytes(self) -> int:
-        return 0 if self.plan.recoding is None else self.plan.cost.merged_bytes
-
     def make_sink(self, publisher: Publisher) -> FileSink:
-        metadata, merged = metadata_of(self.plan.identity), self.plan.merged_layout
-        if self.plan.recoding is None or merged is None:
-            return publisher.make_sink(metadata)
-        return RecodedSink(publisher.folder, merged, self.layout, metadata)
+        return publisher.make_sink(metadata_of(self.plan.identity))
 
     def carry_out(self, run: Run) -> Sequence[Record]:
+        if self.plan.recoding is not None:
+            run.announce(f"storing as {self.plan.recoding.format}")
         if self.plan.options.cluster is None:
             return run.execute(self.plan)
         from dare.run.cluster import execute_on_cluster
@@ -99,11 +87,6 @@ class Merge(Work[Report]):
     def _receipt(self, run: Run, records: Sequence[Record], *figures: Any) -> Receipt[Report]:
         report = make_report(self.plan, records, self.sample, run.noticed, *figures)
         check_digests(self.plan, report.digests)
-        recoding, sink = self.plan.recoding, run.output.sink
-        if recoding is not None and isinstance(sink, RecodedSink):
-            run.announce(f"storing as {recoding.format}")
-            losses = sink.recode(self.plan.cost.threads, run.advance)
-            report = replace(report, recoded=Recoded.of(recoding.format, losses))
         return self._receipt_of(report)
 
     def _receipt_of(self, report: Report) -> Receipt[Report]:
@@ -215,7 +198,7 @@ class Finish(Merge):
 
     @property
     def nbytes(self) -> int:
-        return self._recoded_bytes
+        return 0
 
     def prepare(self) -> None:
         if self._after is None:

@@ -17,9 +17,9 @@ where they first appear (`dare.checks.inputs`).
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from dare.checks.inputs import check_chunk, is_suspect
 from dare.errors import MismatchError
-from dare.inputs.sources import Source, bytes_for, read_chunks, read_stored
+from dare.formats.recoding import in_pieces
+from dare.inputs.sources import Raw, Source, bytes_for, read_chunks, read_stored
 from dare.output.journal import Record
 from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
@@ -38,7 +39,7 @@ from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
 from dare.run.threads import Batch, Id, Results, Step
 from dare.stages.blocks import DeltaView, Grams
 from dare.stages.matrices import refine
-from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_span, running_digest
 from dare.tensors.files import ALIGNMENT
 
 # Ids of conclusions with the positions of their stages in the chain, by tensor and model.
@@ -78,7 +79,10 @@ class Survey(Step):
 
 @dataclass(frozen=True, slots=True)
 class Make(Step):
-    """Merge one chunk of a tensor; or copy it from the base, comparing the models' if asked."""
+    """Merge a chunk of a tensor; or copy it from the base, comparing the models' if asked.
+
+    In an output of another format it stands for all chunks that are stored together with it.
+    """
 
     tensor: str
     chunk: int
@@ -115,12 +119,14 @@ def list_steps(
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
         chunks = [c for c in to_make if (tensor.name, c) not in done]
         if not tensor.is_merged:
-            (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
+            (steps if is_sent else copies).extend(
+                _making(plan, tensor, chunks, (), is_sent * group)
+            )
         elif chunks:
             merges = True
             surveys = list(list_surveys(tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
-            steps += [*surveys, *_making(tensor, chunks, needs, group)]
+            steps += [*surveys, *_making(plan, tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
 
 
@@ -177,11 +183,11 @@ def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> It
 
 
 def _making(
-    tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
+    plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
 ) -> Iterator[Make]:
-    name, elements = tensor.name, tensor.elements
-    for chunk in chunks:  # millions of them, in a large model
-        size = chunk_span(chunk, elements)[1]
+    name, elements, together = tensor.name, tensor.elements, plan.chunks_together(tensor)
+    for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):  # maybe millions
+        size = chunk_span(chunk, elements, together)[1]
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
 
@@ -229,7 +235,13 @@ class Worker:
         for work in self._batches(batch.steps):
             match work:
                 case list():
-                    yield from self._code(list(self._read_batch(work, results)))
+                    yield from (
+                        [made] for made in self._code(list(self._read_batch(work, results)))
+                    )
+                case Make() as step:
+                    assert isinstance(self._code, Recoder)  # as the output has another format
+                    read = partial(self._read_stretch, step, results)
+                    yield self._code.store(self._tensors[step.tensor], step.chunk, read)
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -347,22 +359,25 @@ class Worker:
     def _read_batch(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
         """Read the chunks of a batch, each to its own place in the buffers."""
         for span in spans:
-            tensor = self._tensors[span.tensor]
-            summaries = _summaries_of(tensor, results)
-            (chunk,) = self._read(tensor, tensor.models, summaries, span)
+            yield from self._read_span(span, results)
+
+    def _read_stretch(self, step: Make, results: Results) -> Iterator[Chunk]:
+        """Read a stretch, some chunks at a time, all to the same place in the buffers."""
+        return self._read_span(Span(step.tensor, step.chunk * CHUNK, step.elements, 0), results)
+
+    def _read_span(self, span: Span, results: Results) -> Iterator[Chunk]:
+        tensor = self._tensors[span.tensor]
+        held = [s.held(tensor.name) for s in sources_of(self._plan, tensor, tensor.models)]
+        for chunk in self._read(tensor, tensor.models, _summaries_of(tensor, results), span):
             numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-            known = [
-                [] if held is None else [held.digests[number] for number in numbers]
-                for source in sources_of(self._plan, tensor, tensor.models)
-                for held in [source.held(tensor.name)]
-            ]
+            known = [[each.digests[n] for n in numbers] if each else [] for each in held]
             yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
 
     def _batches(self, steps: Sequence[Step]) -> Iterator[list[Span] | Step]:
         """Yield steps one by one, but chunks to be made together, as far as there is room."""
         most, spans = self._backend.batch_elements, list[Span]()
         for step in steps:
-            if not isinstance(step, Make):
+            if not isinstance(step, Make) or isinstance(self._code, Recoder):
                 if spans:
                     yield spans
                     spans = []
@@ -464,6 +479,46 @@ class Merger:
             used += (self._sink.position(name, offset) - used) % ALIGNMENT
             yield chunk, self._backend.output[used : used + nbytes], False
             used += nbytes
+
+
+class Recoder(Merger):
+    """The coder of a merge into another format: merges a stretch of chunks as it is stored."""
+
+    def store(
+        self, tensor: TensorPlan, first: int, read_inputs: Callable[[], Iterator[Chunk]]
+    ) -> list[Record]:
+        """Store the stretch that begins with a chunk; the format may have it merged again."""
+        recoding, made = self._plan.recoding, list[Made]()
+        assert recoding is not None
+        stored: dict[str, tuple[int, int, Any]] = {}
+
+        def merge() -> Iterator[Raw]:
+            found = [] if made else made  # the second time it is the same again
+            for chunk in read_inputs():
+                room = self._backend.output[: chunk.size * tensor.dtype.itemsize]
+                part = self._backend.merge([(chunk, room)])
+                self._check(chunk, part)
+                found += part
+                yield room.view(tensor.dtype.carrier)
+
+        def read(size: int) -> Iterator[tuple[int, Raw]]:
+            place = first * CHUNK
+            for piece in in_pieces(merge(), size):
+                yield place, piece
+                place += piece.size
+
+        def put(name: str, start: int, data: Bytes) -> None:
+            begin, nbytes, digest = stored.get(name) or (start, 0, running_digest())
+            digest.update(data.data)
+            stored[name] = begin, nbytes + data.size, digest
+            self._sink.write(name, start, data)
+
+        meter = recoding.encode(tensor.described, read, put)
+        if not made:  # there is no such tensor in the format
+            deque(merge(), maxlen=0)
+        head, *others = (Record(tensor.name, first + n, *each) for n, each in enumerate(made))
+        parts = tuple((n, begin, size, d.hexdigest()) for n, (begin, size, d) in stored.items())
+        return [replace(head, stored=parts, sums=meter.sums if meter else ()), *others]
 
 
 def _conclusion_before(census: CensusPlan, number: int, results: Results) -> Any:

@@ -36,7 +36,7 @@ from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import Inputs
 from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
 from dare.output.receipt import digests_of
-from dare.planning.plan import Plan, available_cores
+from dare.planning.plan import Plan
 from dare.recipe.document import with_settings
 from dare.recipe.layers import mean_value
 from dare.recipe.options import USUAL, RunOptions
@@ -46,6 +46,7 @@ from dare.run.merging import check_digests
 from dare.run.nested import open_recipe, plan_inputs
 from dare.run.worker import Progress
 from dare.tensors.names import some_of
+from dare.tensors.system import available_cores
 
 LoadModel = Callable[[Path], Any]
 

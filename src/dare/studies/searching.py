@@ -34,7 +34,6 @@ from dare.api import AnyModels, AnyPath, AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
 from dare.documents.words import time_text, times, value_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
-from dare.planning.plan import available_cores
 from dare.recipe.document import INCLUDE
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
@@ -69,6 +68,7 @@ from dare.studies.space import (
 )
 from dare.studies.statistics import is_behind, items_needed, rungs, visible_difference
 from dare.studies.study import BASELINE, HOLDOUT, Charter, Claim, Placed, Planned, Study
+from dare.tensors.system import available_cores
 
 DEFAULT_TRIALS = 40
 # Fields of `[search]` that have no effect where no settings are given.

@@ -38,14 +38,14 @@ def chunk_count(elements: int) -> int:
     return -(-elements // CHUNK)
 
 
-def chunk_span(chunk: int, elements: int) -> tuple[int, int]:
-    """Return the first element of a chunk, and how many it has.
+def chunk_span(chunk: int, elements: int, chunks: int = 1) -> tuple[int, int]:
+    """Return the first element of a chunk, and how many it has, or it and those that follow.
 
     >>> chunk_span(1, CHUNK + 5)
     (524288, 5)
     """
     start = chunk * CHUNK
-    return start, min(CHUNK, elements - start)
+    return start, min(CHUNK * chunks, elements - start)
 
 
 def chunk_spans(elements: int) -> Iterator[tuple[int, int]]:
@@ -75,6 +75,9 @@ def rectangles(
 DIGEST_LENGTH = 32
 UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final
 SEAL = "check"  # key of the digest that a document has of itself
+
+
+running_digest = xxhash.xxh3_128  # of bytes that come one after the other: update, then hexdigest
 
 
 def bytes_digest(data: bytes | memoryview) -> str:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -294,3 +294,55 @@ class ThreadListener(Listener):
 
 
 make_listener = Listener if IS_POSIX else ThreadListener
+
+
+# ---------------------------------------------------------------- cores and memory
+
+# By cgroup version: its folder, the files of the limit and of its use, the prefix of counts.
+CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process can still take, within the limits of its container.
+
+    What only holds copies of files counts as free. macOS says what there is in all, and Windows
+    nothing (None).
+    """
+    found = list(_cgroup_memory(root))
+    with suppress(OSError, ValueError, LookupError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]))
+    if not found and hasattr(os, "sysconf"):
+        with suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(found)) if found else None
+
+
+def _cgroup_memory(root: Path) -> Iterator[int]:
+    """Yield the rest of each limit that holds for this process."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top, most, taken, prefix = CGROUPS[bool(controllers)]
+            inside = root / top / path.lstrip("/")
+            for folder in (inside, *inside.parents):
+                if folder.is_relative_to(root / top):
+                    with suppress(OSError, ValueError):  # without a limit it is not a number
+                        limit = int((folder / most).read_text())
+                        lines = (folder / "memory.stat").read_text().splitlines()
+                        counts = {name: int(count) for name, count in map(str.split, lines)}
+                        kinds = (f"{prefix}active_file", f"{prefix}inactive_file")
+                        files = sum(counts.get(kind, 0) for kind in kinds)
+                        yield limit - int((folder / taken).read_text()) + files

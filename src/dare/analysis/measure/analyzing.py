@@ -50,8 +50,8 @@ from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
 from dare.kernels.linalg import one_blas_thread
+from dare.planning.cost import check_memory, memory_limit
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor, norm_notices
-from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Request
 from dare.run.cluster import (
@@ -65,6 +65,7 @@ from dare.run.cluster import (
 from dare.run.threads import run_steps
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
+from dare.tensors.system import available_cores
 
 AnyPath = str | PathLike[str]
 # Which matrices' singular values are computed: what is cheap, every one, none.

@@ -1,0 +1,293 @@
+"""The cost of a plan: passes over the inputs, bytes read and written, memory and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from dare.documents.words import show_size
+from dare.errors import RecipeError
+from dare.formats.recoding import Unit
+from dare.inputs.sources import bytes_for
+from dare.kernels import DEVICES, GROUP, Device
+from dare.planning.data import PlanData, TensorPlan
+from dare.recipe.options import DEFAULT_MEMORY
+from dare.stages import Stage
+from dare.stores.uploading import sending_bytes
+from dare.tensors.system import available_cores, available_memory
+
+INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and the library take
+
+# The draws of a chain that a block can note down: a mask or none, then a band or none.
+ONE_MASK_ONE_BAND: tuple[list[int | None], ...] = ([], [0], [None], [0, None])
+
+TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a plan takes: bytes read and written, memory, threads."""
+
+    plan: PlanData
+
+    @cached_property
+    def passes(self) -> int:
+        """The most times that a tensor is read, if surveys can remember what they see."""
+        return max(
+            (self._survey_reads(t) + self._unit(t).reads for t in self.plan.tensors), default=1
+        )
+
+    @cached_property
+    def surveys_first(self) -> bool:
+        """True if a tensor is read for surveys before it is merged."""
+        return any(map(self._survey_reads, self.plan.tensors))
+
+    def _survey_reads(self, tensor: TensorPlan) -> int:
+        if not tensor.is_merged:
+            return 0
+        return max(map(tensor.survey_reads, tensor.models), default=0) + tensor.joint_reads
+
+    def _unit(self, tensor: TensorPlan) -> Unit:
+        """Return the elements of a tensor that the output's format stores together."""
+        recoding = self.plan.recoding
+        return Unit() if recoding is None else recoding.unit(tensor.described)
+
+    # ------------------------------------------------------------ bytes
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """Bytes that are read at least (a survey that cannot remember reads more than once)."""
+        return sum(map(self.bytes_read_of, self.plan.tensors))
+
+    def bytes_read_of(self, tensor: TensorPlan) -> int:
+        """Bytes that are read at least for one tensor."""
+        base = tensor.base.nbytes
+        models = [
+            (m, bytes_for(self.plan.source_of(tensor, m), tensor.name, tensor.elements))
+            for m in tensor.models
+        ]
+        once = base + sum(size for _, size in models)
+        made = once * self._unit(tensor).reads
+        if not tensor.is_merged:
+            return made
+        surveys = sum(tensor.survey_reads(m) * (base + size) for m, size in models)
+        return made + surveys + once * tensor.joint_reads
+
+    @cached_property
+    def bytes_written(self) -> int:
+        """Bytes of weights in the output."""
+        if self.plan.layout is not None and self.plan.recoding is not None:
+            return sum(self.plan.layout.sizes)
+        return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.plan.tensors)
+
+    # ------------------------------------------------------------ memory and threads
+
+    @cached_property
+    def max_memory(self) -> int:
+        """The limit of all buffers.
+
+        Unless it is given, whole matrices may take half of what is free, so that no thread idles.
+        """
+        least, given = self.least_memory, self.plan.options.max_memory
+        if given is None and self.matrix_work:
+            threads, free = self._wanted_threads, available_memory() or 0
+            buffers = threads * self._workspace_for(self._device.chunks_at_once)
+            wanted = self._matrices_for(threads) + buffers + self.shared_bytes
+            least = max(least, min(wanted, free // 2))
+        return memory_limit(given, least)
+
+    @property
+    def takes_more(self) -> bool:
+        return self.plan.options.max_memory is None and self.max_memory > DEFAULT_MEMORY
+
+    @cached_property
+    def chunks_at_once(self) -> int:
+        """Chunks that a thread reads and writes together, in half the memory of all threads."""
+        half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
+        chunks = self._device.chunks_at_once
+        while chunks > 1 and (
+            chunks * (2 + len(self.plan.models)) > self._device.chunks_held
+            or self._wanted_threads * self._workspace_for(chunks) > half
+            or other + self._workspace_for(chunks) > self.max_memory
+        ):
+            chunks //= 2
+        return chunks
+
+    @property
+    def _wanted_threads(self) -> int:
+        return self.plan.options.threads or available_cores()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Buffers of one thread, and what the sources keep for it, as factors of LoRAs."""
+        return self._workspace_for(self.chunks_at_once)
+
+    def _workspace_for(self, chunks_at_once: int) -> int:
+        buffers = self._device.buffer_bytes(
+            chunks_at_once,
+            len(self.plan.models),
+            width=self.widest,
+            is_fused=self.is_fused,
+            held=self._models_held,
+            has_deltas=self.plan.has_deltas,
+        )
+        reading = sum(source.cost.reading_bytes for source in self.plan.sources)
+        return buffers + reading + self._storing_bytes
+
+    @cached_property
+    def _storing_bytes(self) -> int:
+        """The memory that the output's format takes for a tensor."""
+        return max((self._unit(tensor).work_bytes for tensor in self.plan.tensors), default=0)
+
+    @property
+    def _device(self) -> Device:
+        return DEVICES[self.plan.backend]
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """True if one kernel can combine every chunk, so that no model's values are kept."""
+        if self.surveys_first or self.plan.has_deltas or not self._device.fuses:
+            return False
+        return not self.plan.has_later_draws and all(  # a kernel draws one mask for each model
+            0 not in tensor.weights
+            and tensor.is_lazy
+            and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
+            for tensor in self.plan.merged()
+        )
+
+    @cached_property
+    def _models_held(self) -> int:
+        """The models whose values are held at once: few, if notes are all that stages leave."""
+        copies = ((tensor, model) for tensor in self.plan.merged() for model in tensor.models)
+        noted = all(t.is_lazy and t.draws_of(m) in ONE_MASK_ONE_BAND for t, m in copies)
+        return min(len(self.plan.models), GROUP + 1 if noted else len(self.plan.models))
+
+    @cached_property
+    def widest(self) -> int:
+        """Bytes per element of the widest storage type in inputs and output."""
+        kinds = set()
+        for tensor in self.plan.tensors:
+            copies = self.plan.copies_of(tensor)
+            kinds |= {tensor.dtype, tensor.base.dtype, *(info.dtype for _, info in copies)}
+        return max((kind.itemsize for kind in kinds), default=1)
+
+    def surveys(self, tensor: TensorPlan) -> Iterator[tuple[int, int, Stage]]:
+        """Yield (peak bytes, kept bytes, stage) for each survey of a tensor."""
+        shape, models = tensor.shape, len(tensor.models)
+        if tensor.input_axis == 0:  # stages count by outputs × inputs
+            shape = shape[::-1]
+        joint = [tensor.combine_stage] if tensor.combine_surveys else []
+        joint += [stage for stage, _ in tensor.refine_stages]
+        before = 0  # the finding of the combine stage is held while the tensor is refined
+        for place, stage in enumerate(joint, start=1):
+            left = stage.left_bytes(shape, models)
+            held = before + stage.survey_bytes(shape, models)
+            yield held, left if place == len(joint) else 0, stage
+            before = max(before, left)
+        for model in tensor.models:
+            for stage in (tensor.stages[place] for place in tensor.surveyed_stages(model)):
+                yield stage.survey_bytes(shape, 1), stage.left_bytes(shape, 1), stage
+
+    @cached_property
+    def _largest(self) -> tuple[int, str, str]:
+        """The most that one survey takes for a whole matrix, its stage, and the matrix."""
+        held = (
+            (held, stage.name, tensor.name)
+            for tensor in self.plan.merged()
+            for held, _, stage in self.surveys(tensor)
+        )
+        return max(held, default=(0, "", ""))
+
+    @property
+    def matrix_work(self) -> int:
+        """The most that one survey takes for whole matrices, its result included."""
+        return self._largest[0]
+
+    @property
+    def largest_matrix(self) -> str:
+        """A phrase for the stage that needs the largest matrix as a whole; empty if none does."""
+        work, stage, tensor = self._largest
+        return f"{stage} needs {tensor} as a whole" if work else ""
+
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """The most that all surveys of one tensor leave behind, until its chunks are merged."""
+        merged = self.plan.merged()
+        return max((sum(left for _, left, _ in self.surveys(t)) for t in merged), default=0)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Memory that the threads share: one census at a time, reading ahead and uploading."""
+        layout, censuses = self.plan.layout, self.plan.censuses
+        observed = [len(census.tensors) * census.stage.observation_bytes for census in censuses]
+        is_sent = layout is not None and layout.is_sent
+        sent = sending_bytes(max(layout.sizes, default=0)) if layout and is_sent else 0
+        ahead = sum(source.cost.ahead_bytes for source in self.plan.sources)
+        return max(observed, default=0) + ahead + sent
+
+    @property
+    def least_memory(self) -> int:
+        """The memory that one thread needs, which `max_memory` must allow."""
+        return self._workspace_for(1) + self._matrices_for(1) + self.shared_bytes
+
+    @property
+    def threads(self) -> int:
+        """Worker threads, as many as the recipe or the machine says and the memory allows."""
+        one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
+        left = self.max_memory - self.matrix_bytes - self.shared_bytes
+        return max(1, min(self._wanted_threads, left // one))
+
+    def _matrices_for(self, threads: int) -> int:
+        """Return the memory of matrices: each thread's work, and the results of one tensor more."""
+        return threads * self.matrix_work + (threads + 1) * self.matrix_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self._matrices_for(self.threads) + self.shared_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """The memory that one thread's survey may use: half of what the buffers leave."""
+        left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes
+        return max(0, left // 2 // self.threads) if self.surveys_first else 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers take, which `max_memory` bounds."""
+        return self.held_bytes + self.threads * (self.workspace_bytes + self.spare_bytes)
+
+    @property
+    def peak_memory(self) -> int:
+        """Forecast of the most memory the process takes: buffers, and Python with its packages."""
+        return INTERPRETER_BYTES + TENSOR_BYTES * len(self.plan.tensors) + self.buffer_bytes
+
+    @property
+    def memory_line(self) -> str:
+        """Both figures of memory, in a line."""
+        return (
+            f"buffers {show_size(self.buffer_bytes)} of at most {show_size(self.max_memory)} "
+            f"({'what the threads need' if self.takes_more else 'max_memory'}); "
+            f"the process about {show_size(self.peak_memory)}"
+        )
+
+
+def memory_limit(given: int | None, needed: int) -> int:
+    """Return what buffers may take: as given; else 1 GiB, or more if one thread needs more."""
+    return max(DEFAULT_MEMORY, needed) if given is None else given
+
+
+def check_memory(given: int | None, needed: int, reason: str = "") -> None:
+    """Refuse a need for more memory than the user allows, or by default than is free."""
+    if given is not None and needed > given:
+        least = f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
+        raise RecipeError(f"max_memory = {given}: one thread needs {needed} bytes; {least}")
+    if given is None and needed > DEFAULT_MEMORY:
+        free = available_memory()
+        if free is not None and needed > free:
+            raise RecipeError(
+                f"memory: one thread needs {show_size(needed)}{reason and f' ({reason})'}, and "
+                f"this machine has {show_size(free)} free; close other programs, use a machine "
+                "with more, or a method that works on single elements, such as dare+linear; "
+                f"max_memory = {needed} tries it anyway"
+            )
