@@ -254,7 +254,7 @@ def _download(
 ) -> Path:
     """Have the client fetch the files that match; return the folder of the commit."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import tqdm
+    from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):
         """A progress bar that is never drawn."""
@@ -276,10 +276,10 @@ def _download(
 
 
 def _cache_folder(name: Name) -> Path:
+    """Return the folder of a repository, as the hub's documentation of its cache has it."""
     from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name.repo, repo_type="model"))
+    return Path(constants.HF_HUB_CACHE, f"models--{name.repo.replace('/', '--')}")
 
 
 def _within(name: Name, patterns: Iterable[str]) -> list[str]:

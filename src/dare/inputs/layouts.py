@@ -27,7 +27,8 @@ import numpy as np
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError
-from dare.inputs.loaded import MERGE_FIRST, Tables, build_without_weights, find_by_table
+from dare.inputs.conversions import ConversionTables
+from dare.inputs.loaded import MERGE_FIRST, build_without_weights, find_by_table
 from dare.inputs.sources import CONFIG, DeltaInfo, Raw, RenamedSource, Source, SourceView
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import StorageType
@@ -221,7 +222,8 @@ def _recorder() -> Any:
 
 def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: Any) -> Any:
     """Return the tensors of the base that a model has: shapes, and what they are made of."""
-    recorder, tables, others = _recorder(), Tables(built), Tables(built)
+    recorder = _recorder()
+    tables, others = ConversionTables(built), ConversionTables(built)
     ours = {name: recorder.make(name, info.shape) for name, info in base.tensors.items()}
     theirs = {name: recorder.make(own[name], info.shape) for name, info in model.tensors.items()}
     if model.is_partial:  # an adapter has names in memory, and only some of them

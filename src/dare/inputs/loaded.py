@@ -13,8 +13,7 @@ import sys
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
+from dare.inputs.conversions import ConversionTables, missing_names
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
 from dare.inputs.sources import CONFIG, read_config
@@ -145,7 +145,7 @@ def _by_transformers(
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
     model = build_without_weights(where, config, AS_STORED)
-    tables = Tables(model)
+    tables = ConversionTables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
     hindered = dict.fromkeys(_TABLES["mamba_layers"].get(str(config["model_type"]), ()), OF_MAMBA)
@@ -176,61 +176,6 @@ def _by_transformers(
     return places, (note,) if moved else ()
 
 
-class Tables:
-    """The tables by which transformers brings the stored tensors of a model into memory."""
-
-    def __init__(self, model: Any, transforms: Sequence[Any] | None = None) -> None:
-        from transformers import conversion_mapping, core_model_loading
-
-        self.model, self._core = model, core_model_loading
-        self.state: Mapping[str, Any] = model.state_dict(keep_vars=True)
-        if transforms is None:
-            transforms = conversion_mapping.get_model_conversion_mapping(model)
-        self._transforms = transforms  # which note whether they were used
-        self.converters = [each for each in transforms if hasattr(each, "operations")]
-        self._renamings = [each for each in transforms if not hasattr(each, "operations")]
-
-    def in_order(self, names: Iterable[str]) -> list[str]:
-        """Return names of tensors in the order in which transformers loads them."""
-        return sorted(names, key=self._core.dot_natural_key)
-
-    def find(self, name: str) -> tuple[str, str | None]:
-        """Return the name in memory of a stored tensor, and the pattern of its converter if any."""
-        new, pattern = self._core.rename_source_key(
-            name, self._renamings, self.converters, self.model.base_model_prefix, self.state
-        )
-        return (name, None) if new not in self.state and name in self.state else (new, pattern)
-
-    def load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return stored tensors as the model has them in memory."""
-        return self._convert(tensors, self.find)
-
-    def save(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return tensors in memory as they are saved, in the layout that these have loaded."""
-        used = [each for each in self._transforms if each.was_used()]
-        back = Tables(self.model, [each.reverse_transform() for each in reversed(used)])
-        rename = self._core.rename_source_key
-        found = back._convert(loaded, lambda name: rename(name, [], back.converters))
-        return {rename(name, back._renamings, [])[0]: tensor for name, tensor in found.items()}
-
-    def _convert(self, tensors: Mapping[str, Any], find: Callable[[str], Any]) -> dict[str, Any]:
-        by_pattern = {p: each for each in self.converters for p in each.source_patterns}
-        found: dict[str, Any] = {}
-        gathered: dict[str, Any] = {}
-        for name in self.in_order(tensors):
-            new, pattern = find(name)
-            if pattern is None:
-                found.setdefault(new, tensors[name])
-                continue
-            if new not in gathered:
-                gathered[new] = deepcopy(by_pattern[pattern])
-            gathered[new].add_tensor(new, name, pattern, tensors[name])
-        for new, converter in gathered.items():
-            made = converter.convert(new, model=self.model, config=self.model.config)
-            found |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
-        return found
-
-
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
     """Yield the names of the layers of single experts before they became one parameter."""
     for converter in converters:
@@ -244,10 +189,14 @@ def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -
     """Build the model that a configuration describes, without memory for its weights."""
     try:
         import transformers
-        from transformers import conversion_mapping, core_model_loading  # noqa: F401
+
+        lacking = missing_names()
     except ImportError:
         kind = config["model_type"]
         raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
+    if lacking:
+        version = f"transformers {transformers.__version__} has no {some_of(lacking)}"
+        raise InputError(f"{where}: {version}; use another one from 5 on, or {remedy}")
     for table in tables_of(dict(config)):
         for key, value in table.items():
             if isinstance(value, int) and value > MAX_LAYERS and "layers" in key:
