@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from dare.deltas.memory import arrays_of, names_in
 from dare.errors import InputError
 from dare.inputs.arrays import is_module
 from dare.inputs.gathered import GRAM, Gathered, as_triangle, write_gathered
 from dare.inputs.sources import Floats
+from dare.output.memory import arrays_of, names_in
 from dare.tensors.names import STATISTICS
 
 

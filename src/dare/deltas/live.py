@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dare import kernels
-from dare.deltas.memory import WRITING, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.deltas.restoring import open_delta
 from dare.errors import InputError
 from dare.inputs.arrays import place_of
 from dare.inputs.delta_files import AS_IN_BASE, DeltaFile, StoredTensor
 from dare.inputs.sources import Raw
+from dare.output.memory import WRITING, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.planning.plan import available_cores
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, tensor_digest
 from dare.tensors.dtypes import StorageType

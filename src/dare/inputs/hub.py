@@ -254,7 +254,7 @@ def _download(
 ) -> Path:
     """Have the client fetch the files that match; return the folder of the commit."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Silent(tqdm):
         """A progress bar that is never drawn."""

@@ -21,7 +21,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,12 +295,15 @@ class Name:
         return MAKERS[self.name](*arguments) if self.name in MAKERS else self
 
 
+def _make_typed(*arguments: Any) -> FileTensor:
+    *plain, dtype = arguments[:7]
+    return replace(FileTensor(*plain, *arguments[7:]), own_dtype=dtype)
+
+
 # What torch calls to make tensors; parameters and subclasses are the tensors that they hold.
 MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": FileTensor,
-    "torch._utils._rebuild_tensor_v3": lambda *given: FileTensor(
-        *given[:6], dict(*given[7:]), given[6]
-    ),
+    "torch._utils._rebuild_tensor_v3": _make_typed,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
     "torch._tensor._rebuild_from_type_v2": lambda make, _type, arguments, _state: make(*arguments),

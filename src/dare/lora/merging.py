@@ -52,8 +52,8 @@ from dare.lora.writing import (
     ModuleReport,
     peft_config,
 )
+from dare.output.memory import MemorySink
 from dare.output.receipt import inputs_of_output, portable_path, short_name
-from dare.output.sink import ArraySink
 from dare.planning.make import rate_notes
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid, parameter_names
@@ -417,7 +417,7 @@ def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
 
     def merge(name: str) -> Floats:
         """Let the engine merge one tensor of the plan; flat."""
-        sink = ArraySink([tensors[name].base])
+        sink = MemorySink.with_room([tensors[name].base])
         execute(replace(whole, tensors=(tensors[name],)), sink, known=conclusions)
         return sink.arrays[name].view(np.float32)
 

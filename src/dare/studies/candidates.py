@@ -20,7 +20,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dare.api import AnyRecipe, make_request, merge
-from dare.deltas.memory import (
+from dare.documents.words import named, show_size, times
+from dare.errors import InputError, OutputError, RecipeError
+from dare.inputs.opening import Inputs
+from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
+from dare.output.memory import (
     WRITING,
     Arrays,
     Home,
@@ -31,10 +35,6 @@ from dare.deltas.memory import (
     make_arrays,
     names_in,
 )
-from dare.documents.words import named, show_size, times
-from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.opening import Inputs
-from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
 from dare.output.receipt import digests_of
 from dare.planning.plan import Plan, available_cores
 from dare.recipe.document import with_settings

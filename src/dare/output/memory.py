@@ -1,4 +1,4 @@
-"""The memory of a live model: what lies where, read and written in place.
+"""Tensors in memory: those of a live model, read and written in place, and a sink for merged ones.
 
 A model is a torch module, or a dict of torch tensors or NumPy arrays. torch is not imported here:
 whoever has a tensor has imported it.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -25,6 +25,7 @@ from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, RenamedSource, Source
+from dare.output.sink import Bytes, Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -226,23 +227,32 @@ class Home(NamedTuple):
         self.memory.write(start, wide)
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Writes merged tensors to their homes; one that has none is another's second name."""
 
     def __init__(self, homes: Mapping[str, Home]) -> None:
         self._homes = homes
 
-    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+    @classmethod
+    def with_room(cls, tensors: Iterable[TensorInfo]) -> Self:
+        """Make room for the bytes of tensors, which are in `arrays` afterwards."""
+        rooms = ((info.name, np.empty(info.nbytes, np.uint8)) for info in tensors)
+        return cls({name: Home(InMemory(room), U8, U8) for name, room in rooms})
+
+    @property
+    def arrays(self) -> dict[str, Raw]:
+        """The elements by tensor, of those that are in this machine's memory."""
+        memories = ((name, home.memory) for name, home in self._homes.items())
+        return {name: memory.array for name, memory in memories if isinstance(memory, InMemory)}
+
+    def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
         home = self._homes.get(name)
         if home is None or home.kind != home.merged or not home.memory.in_place:
             return None
         size = home.kind.itemsize
         return home.memory.read(offset // size, nbytes // size).view(np.uint8)
 
-    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
-        return 0
-
-    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+    def write(self, name: str, offset: int, data: Bytes) -> None:
         if (home := self._homes.get(name)) is not None:
             home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
 
