@@ -42,7 +42,7 @@ from dare.recipe.document import with_settings
 from dare.recipe.recipe import Recipe
 from dare.studies.evaluators import examples
 from dare.studies.evaluators.examples import Examples
-from dare.studies.examples import read_tasks
+from dare.studies.data_files import read_tasks
 from dare.studies.results import ALONE, Role
 from dare.studies.space import baseline_recipes, recipe_of
 from run import write

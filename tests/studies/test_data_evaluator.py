@@ -17,9 +17,9 @@ from scipy.stats import spearmanr
 import dare
 from dare.cli import main
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
+from dare.studies.data_files import read_tasks
 from dare.studies.document import read_result
 from dare.studies.evaluators import examples, open_scorer
-from dare.studies.examples import read_tasks
 from dare.studies.results import State
 
 torch = pytest.importorskip("torch")

@@ -268,7 +268,7 @@ class FileTensor:
     needs_gradient: bool = False
     hooks: object = None
     marks: Mapping[str, bool] | None = None  # `conj`: the values are not those that are stored
-    own_dtype: Name | None = None  # if it is not the storage's
+    own_dtype: PickledName | None = None  # if it is not the storage's
 
     @property
     def dtype(self) -> str:
@@ -286,7 +286,7 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class PickledName:
     """A name in a pickle. Called as a function, it makes a tensor of its arguments, or nothing."""
 
     name: str
@@ -322,7 +322,7 @@ class WeightsUnpickler(pickle.Unpickler):
         if full == "collections.OrderedDict":
             return OrderedDict
         if full in MAKERS or HARMLESS_NAME.fullmatch(full):
-            return Name(full)  # nothing of it can be changed
+            return PickledName(full)  # nothing of it can be changed
         raise ForbiddenNameError(full)
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -353,7 +353,9 @@ def _shown(name: object) -> str:
 
 def _is_tensor(value: object) -> bool:
     """Tell if a value is a tensor, be it one of a kind that is refused."""
-    return isinstance(value, FileTensor) or (isinstance(value, Name) and "._rebuild" in value.name)
+    return isinstance(value, FileTensor) or (
+        isinstance(value, PickledName) and "._rebuild" in value.name
+    )
 
 
 def _describe(value: Any, file: Path, name: str, records: Mapping[str, range]) -> TensorInfo:

@@ -54,7 +54,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Module:
+class LoraModule:
     """One module or parameter of the result: the adapters that have it, and its factors there."""
 
     name: str

@@ -27,7 +27,7 @@ from dare.documents.document import (
     Tone,
     tabulate,
 )
-from dare.documents.notices import Severity, notice, notice_from_dict
+from dare.documents.notices import Severity, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
 from dare.documents.words import NOTHING, listed, time_text, times, value_text
@@ -187,10 +187,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         output=study.note("output"),
         norms=study.note("norms") or {},
         command=study.note("command") or "",
-        notices=(
-            *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
-            *map(notice_from_dict, study.note("notices") or ()),
-        ),
+        notices=tuple(map(notice_from_dict, study.note("notices") or ())),
     )
     conclusion = conclude(data, resamples=resamples)
     scored = study.beside(HOLDOUT)

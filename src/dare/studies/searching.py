@@ -39,11 +39,11 @@ from dare.recipe.document import INCLUDE
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
+from dare.studies.data_files import Task, read_tasks
 from dare.studies.document import SearchResult, counted, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest
 from dare.studies.evaluators.examples import written
 from dare.studies.evaluators.kinds import Evaluator, compare_items
-from dare.studies.examples import Task, read_tasks
 from dare.studies.results import (
     ALONE,
     NOT_MERGED,

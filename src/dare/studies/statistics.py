@@ -41,7 +41,7 @@ import numpy as np
 from dare.errors import InputError, RecipeError
 from dare.recipe.search import Objective
 from dare.studies.results import (
-    Entry,
+    Contender,
     Estimate,
     Scored,
     cluster_of,
@@ -155,7 +155,7 @@ def verdict(difference: Estimate) -> str:
 
 
 def resample(
-    contenders: Sequence[Entry], objective: Objective, *, resamples: int = 2000, seed: int = 0
+    contenders: Sequence[Contender], objective: Objective, *, resamples: int = 2000, seed: int = 0
 ) -> Resampled:
     """Draw items and seeds anew, many times."""
     trials = [scored for contender in contenders for scored in contender.scored]

@@ -23,8 +23,8 @@ import numpy as np
 
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
 from dare.inputs.loaded import LANGUAGE_MODELS, load_live
+from dare.studies.data_files import FORMS, Task, TaskExample, input_text, is_right, read_tasks
 from dare.studies.evaluators.kinds import Evaluator, Function
-from dare.studies.examples import FORMS, Example, Task, input_text, is_right, read_tasks
 
 PREFIXES = {False: "data:", True: "held-out:"}  # by whether examples are held out of choosing
 WRITTEN = f"{PREFIXES[False]}file,file"
@@ -139,7 +139,7 @@ class Examples:
             with torch.no_grad():  # whoever listens may keep what inference mode would not let go
                 runner.run_inputs(examples[:: -(-len(examples) // INPUTS_OF_A_TASK)])
 
-    def _chosen(self, items: Sequence[str] | None) -> Iterator[tuple[Runner, list[Example]]]:
+    def _chosen(self, items: Sequence[str] | None) -> Iterator[tuple[Runner, list[TaskExample]]]:
         asked = list(self._examples if items is None else dict.fromkeys(items))
         if unknown := [item for item in asked if item not in self._examples]:
             raise EvaluationError(f"{unknown[0]!r}: is not the id of an example on this side")
@@ -261,7 +261,7 @@ class Runner:
     def __init__(self, live: Live, task: Task) -> None:
         self.live, self.task, self.model = live, task, live.model
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         """Return the model's answers."""
         raise NotImplementedError
 
@@ -269,7 +269,7 @@ class Runner:
         """Return the score of an answer to the values of an example."""
         raise NotImplementedError
 
-    def values(self, examples: list[Example], answers: list[Any]) -> list[float]:
+    def values(self, examples: list[TaskExample], answers: list[Any]) -> list[float]:
         """Return the scores of answers."""
         pairs = zip(examples, answers, strict=True)
         return [float(self.value(example.values, answer)) for example, answer in pairs]
@@ -286,7 +286,7 @@ class Runner:
         """Return the texts that statistics of inputs are made from."""
         return [self.seen(values)]
 
-    def run_inputs(self, examples: list[Example]) -> None:
+    def run_inputs(self, examples: list[TaskExample]) -> None:
         """Run the model on inputs, in batches of the same length."""
         import torch
 
@@ -338,7 +338,7 @@ class Writing(Prompted):
         elif texts and self._limit <= LINE_TOKENS and not any("\n" in text for text in texts):
             self._end = LINE_END
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         import torch
 
         prompts = [self.seen(example.values) for example in examples]
@@ -382,7 +382,7 @@ class Writing(Prompted):
 class Choosing(Prompted):
     """The choice with the highest log-likelihood per character."""
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         rows, own = [], []  # tokens of all choices, and how many are not those of the prompt
         for example in examples:
             texts = self.continued(example.values, example.values["choices"])
@@ -417,7 +417,7 @@ def _shared(prompt: list[int], row: list[int]) -> int:
 class Measuring(Runner):
     """Bits that the model needs for a byte of a text, in windows of the length that it takes."""
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         step, windows, owners = self.live.most - 1, [], []
         texts = [example.values["text"] for example in examples]
         for number, row in enumerate(self.live.encode(texts, None)):
@@ -454,11 +454,11 @@ class Labelling(Runner):
             how = f"{live.base} has {known}; write these names, or their numbers from 0 on"
             raise InputError(f"{task.name}: the label {unknown!r} is not one of the model's: {how}")
 
-    def inputs(self, examples: list[Example]) -> tuple[list[int], Callable[[list[int]], Any]]:
+    def inputs(self, examples: list[TaskExample]) -> tuple[list[int], Callable[[list[int]], Any]]:
         rows = self.live.encode([e.values["text"] for e in examples], self.live.most)
         return list(map(len, rows)), lambda some: self.live.padded([rows[n] for n in some])
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         lengths, inputs = self.inputs(examples)
 
         def run(some: list[int]) -> list[int]:
@@ -477,7 +477,7 @@ class Labelling(Runner):
 class Viewing(Labelling):
     """The same for images."""
 
-    def inputs(self, examples: list[Example]) -> tuple[list[int], Callable[[list[int]], Any]]:
+    def inputs(self, examples: list[TaskExample]) -> tuple[list[int], Callable[[list[int]], Any]]:
         from PIL import Image
 
         def read(some: list[int]) -> Any:
@@ -488,7 +488,7 @@ class Viewing(Labelling):
 
         return [1] * len(examples), read
 
-    def run_inputs(self, examples: list[Example]) -> None:
+    def run_inputs(self, examples: list[TaskExample]) -> None:
         _, inputs = self.inputs(examples)
         for start in range(0, len(examples), BATCH_SIZE):
             self.model(**inputs(list(range(len(examples)))[start : start + BATCH_SIZE]))
@@ -505,7 +505,7 @@ class Comparing(Runner):
         said = " ".join([*modes, str(found.get("pooling_mode", ""))])
         self._way = next((way for way in ("cls", "last", "max") if way in said), "mean")
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         import torch
 
         texts = list(dict.fromkeys(e.values[side] for e in examples for side in "ab"))
@@ -529,7 +529,7 @@ class Comparing(Runner):
             float(cosine(vectors[e.values["a"]], vectors[e.values["b"]], dim=0)) for e in examples
         ]
 
-    def values(self, examples: list[Example], answers: list[Any]) -> list[float]:
+    def values(self, examples: list[TaskExample], answers: list[Any]) -> list[float]:
         scores = [example.values["score"] for example in examples]
         found: list[float] = (_standard_ranks(answers) * _standard_ranks(scores)).tolist()
         return found

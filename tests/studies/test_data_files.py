@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dare.errors import InputError
 from dare.studies import examples
-from dare.studies.examples import FORMS, Task, count_alike, is_right, read_tasks
+from dare.studies.data_files import FORMS, Task, count_alike, is_right, read_tasks
 
 COUNT = 30
 TEXTS = [f"number {n} of {n * n}" for n in range(COUNT)]
