@@ -11,10 +11,6 @@ from dare.inputs.loaded import build_without_weights, find_places
 
 pytest.importorskip("transformers")
 
-NAMES = [
-    *(("conversion_mapping", name) for name in conversions.OF_CONVERSION_MAPPING),
-    *(("core_model_loading", name) for name in conversions.OF_CORE_MODEL_LOADING),
-]
 CONFIG = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
 
 
@@ -22,16 +18,16 @@ def test_this_version_of_transformers_has_all_that_is_used():
     assert conversions.missing_names() == []
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_version_that_lacks_a_name_is_refused_by_it(monkeypatch, module, name):
-    owner, _, attribute = f"transformers.{module}.{name}".rpartition(".")
-    holder = importlib.import_module(f"transformers.{module}")
-    if owner.endswith("WeightConverter"):
-        holder = holder.WeightConverter
-        holder = next(kind for kind in holder.__mro__ if attribute in vars(kind))
-    monkeypatch.delattr(holder, attribute)
-    assert conversions.missing_names() == [f"transformers.{module}.{name}"]
-    with pytest.raises(InputError, match=rf"has no transformers\.{module}\.{name}; .*or do that$"):
+@pytest.mark.parametrize("name", conversions.USED_NAMES)
+def test_a_version_that_lacks_a_name_is_refused_by_it(monkeypatch, name):
+    module, *owners, last = name.split(".")
+    owner = importlib.import_module(f"transformers.{module}")
+    if owners:  # a class, which has the method or inherits it
+        classes = getattr(owner, owners[0]).__mro__
+        owner = next(kind for kind in classes if last in vars(kind))
+    monkeypatch.delattr(owner, last)
+    assert conversions.missing_names() == [f"transformers.{name}"]
+    with pytest.raises(InputError, match=rf"has no transformers\.{name}; .*or do that$"):
         build_without_weights(Path("base/config.json"), CONFIG, "do that")
 
 

@@ -315,12 +315,31 @@ def test_a_pickle_cannot_change_what_reads_it(tmp_path, program):
     assert contents(path) == expected
 
 
+TWICE = b"2\x86"  # a tuple of what is there, twice
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (b"}" + b")" + TWICE * 60 + b"K\x01s.", "expands to more than"),
+        (b"}" + b")" + b"\x85" * 1_000_000 + b"K\x01s.", "expands to more than"),
+        (b"})r\xff\xff\xff\x7f.", "is damaged"),  # a place that needs much memory
+        (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00.", "is damaged"),
+    ],
+)
+def test_a_pickle_that_would_take_all_time_or_memory_is_refused(tmp_path, program, message):
+    path = save(tmp_path / "m.pt", {"w": W})
+    rewrite(path, lambda name, data: program if name.endswith("data.pkl") else data)
+    with pytest.raises(InputError, match=rf"m\.pt: its .*{message}"):
+        TorchSource(path)
+
+
 @pytest.mark.parametrize("number", [-1, 1 << 70])
 def test_impossible_shapes_are_refused(tmp_path, number):
     path = save(tmp_path / "m.pt", {"w": W})
     digits = b"I%d\n" % number
     rewrite(path, lambda _, data: data.replace(b"K\x04K\x01\x86", digits + b"K\x01\x86"))
-    with pytest.raises(HeaderError, match=r"m\.pt: w has an impossible shape"):
+    with pytest.raises(InputError, match=r"m\.pt: its pickle is damaged"):
         TorchSource(path)
 
 

@@ -337,7 +337,7 @@ class LiveTensor(NamedTuple):
 
 
 def _digests(targets: Iterable[LiveTensor]) -> dict[str, list[str]]:
-    """The digests of all chunks of some tensors, by the model's names."""
+    """Return the digests of all chunks of some tensors, by the model's names."""
     chunks = [(t, chunk) for t in targets for chunk in range(chunk_count(math.prod(t.shape)))]
     digests = defaultdict(list)
     found = _on_all_cores(LiveTensor.digest, chunks)

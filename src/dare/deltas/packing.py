@@ -161,7 +161,7 @@ class Packer:
     def _errors(
         self, chunk: Chunk, change: Floats, kept: Floats, stored: Floats
     ) -> tuple[float, float]:
-        """Σδ², and Σ(δ̂ - δ)²: of what was dropped, and of what was kept, rounded and rescaled."""
+        """Return Σδ² and Σ(δ̂ - δ)², where δ̂ is 0 or was rounded and rescaled."""
         run = self._run
         total = run.sum_products(change, change)
         rate = chunk.tensor.settings_of(0)[0].get("drop_rate", 0.0)

@@ -15,28 +15,28 @@ from operator import attrgetter
 from typing import Any
 
 # What is used of transformers' undocumented modules.
-OF_CONVERSION_MAPPING = ("get_model_conversion_mapping",)
-OF_CORE_MODEL_LOADING = (
-    *("dot_natural_key", "rename_source_key"),
-    *("WeightConverter.add_tensor", "WeightConverter.convert"),
-    *("WeightConverter.reverse_transform", "WeightConverter.was_used"),
+USED_NAMES = (
+    "conversion_mapping.get_model_conversion_mapping",
+    "core_model_loading.dot_natural_key",
+    "core_model_loading.rename_source_key",
+    "core_model_loading.WeightConverter.add_tensor",
+    "core_model_loading.WeightConverter.convert",
+    "core_model_loading.WeightConverter.reverse_transform",
+    "core_model_loading.WeightConverter.was_used",
 )
 
 
 def missing_names() -> list[str]:
     """Return the names that this version of transformers does not have."""
-    from transformers import conversion_mapping, core_model_loading
+    import transformers
+    from transformers import conversion_mapping, core_model_loading  # noqa: F401
 
     missing = []
-    for module, names in (
-        (conversion_mapping, OF_CONVERSION_MAPPING),
-        (core_model_loading, OF_CORE_MODEL_LOADING),
-    ):
-        for name in names:
-            try:
-                attrgetter(name)(module)
-            except AttributeError:
-                missing.append(f"{module.__name__}.{name}")
+    for name in USED_NAMES:
+        try:
+            attrgetter(name)(transformers)
+        except AttributeError:
+            missing.append(f"transformers.{name}")
     return missing
 
 

@@ -43,7 +43,7 @@ CONFIGURATION, SENTENCE_TRANSFORMERS = _FILES["configuration"], _FILES["sentence
 TOKENIZER = [*_FILES["tokenizer"], *_FILES["templates"]]
 LICENCES, FETCHED = _FILES["licences"], _FILES["fetched"]  # of the hub
 LEGAL = re.compile(_FILES["legal"], re.IGNORECASE)
-_LEFT_WITHOUT_A_WORD = re.compile("|".join(_FILES["left_without_a_word"]), re.IGNORECASE)
+_LEFT_SILENTLY = re.compile("|".join(_FILES["left_silently"]), re.IGNORECASE)
 _TEMPLATE_TABLES = ("chat_template.json", TOKENIZER_CONFIG)  # unless it is a file
 
 MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
@@ -151,7 +151,7 @@ class Sidecars:
         """Say which of a directory's files and folders stay behind, if anybody would miss them."""
         kept = {name.split("/")[0] for name in self.files} | self.files.keys()
         last = ((name, name.rpartition("/")[2]) for name in names if name not in kept)
-        if left := [name for name, own in last if not _LEFT_WITHOUT_A_WORD.fullmatch(own)]:
+        if left := [name for name, own in last if not _LEFT_SILENTLY.fullmatch(own)]:
             files = some_of(left, EXAMPLES)
             self.notes.append(notice("not_copied", files=files, directory=self.directory))
 

@@ -289,7 +289,7 @@ def in_layout_of(
     """
     unknown = model.tensors.keys() - base.tensors.keys()
     is_partial = model.is_partial or not base.tensors.keys() <= model.tensors.keys()
-    if not (_turned(base, model) or (unknown and is_partial)):
+    if not (_find_transposed(base, model) or (unknown and is_partial)):
         return model, ()
     found, reason = model, f"transformers cannot convert between these; {ONE_PROGRAM}"
     try:
@@ -348,7 +348,7 @@ def _common_type(source: Source, names: frozenset[str]) -> StorageType | None:
     return None if others or drop or (UNCHANGED in names and not is_change) else dtype
 
 
-def _turned(base: Source, model: Source) -> str:
+def _find_transposed(base: Source, model: Source) -> str:
     """Return a tensor of three dimensions whose last two are exchanged, or empty text."""
     for name, info in model.tensors.items():
         shape = base.tensors[name].shape if name in base.tensors else ()
@@ -359,7 +359,7 @@ def _turned(base: Source, model: Source) -> str:
 
 def _difference(base: Source, model: Source, name: str) -> str:
     """Return how a model stores weights differently from the base, or empty text."""
-    if turned := _turned(base, model):
+    if turned := _find_transposed(base, model):
         forms = [source.tensors[turned].form for source in (base, model)]
         return f"{turned} is {forms[0]} in the base and {forms[1]} here"
     extra = model.tensors.keys() - base.tensors.keys()

@@ -16,12 +16,13 @@ import pickle
 import pickletools
 import re
 import struct
+import tomllib
 import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,22 +49,13 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
 MAX_VALUES = 10_000_000  # the limit for one value of a pickle; repeated parts are counted each time
+MAX_DEPTH = 1000  # of values inside each other
+FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")  # opcodes
 PIECE_ELEMENTS = 1 << 18  # elements of a tensor that is not contiguous which are gathered at once
 MAX_NUMBER = 1 << 63  # of a shape, a stride or a place
-# The types of storages by torch's names of their classes; one without a type counts bytes.
-STORAGE_DTYPES = {
-    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16"},
-    **{"BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32"},
-    **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8"},
-    **{"BoolStorage": "bool", "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8"},
-}
-# What else a file of weights may name: types, devices, plain values, and other kinds of tensors.
-HARMLESS_NAME = re.compile(
-    r"torch\.(Size|Tensor|device|nn\.parameter\.Parameter|serialization\._get_layout)"
-    r"|torch\.[a-z]+\d\w*|torch\.bool|torch\.per_\w+|torch\.(storage\.)?\w+Storage"
-    r"|torch\._utils\._rebuild_\w+|collections\.Counter|_codecs\.encode"
-    r"|builtins\.(bytearray|complex|set)"
-)
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("torch_bin.toml").read_text("utf-8"))
+STORAGE_DTYPES: dict[str, str] = _TABLES["storages"]
+HARMLESS_NAME = re.compile("|".join(_TABLES["harmless"]))
 
 
 class TorchSource(InputFiles):
@@ -95,7 +87,7 @@ class TorchSource(InputFiles):
         held = set()
         for name, value in self._state_dict(_unpickle(pickled, file), file).items():
             if not isinstance(name, str) or not _is_tensor(value):
-                self.left_out += (_shown(name),)
+                self.left_out += (_key_text(name),)
                 continue
             info = _describe(value, file, name, records)
             admit(info, (), str(file))
@@ -112,7 +104,7 @@ class TorchSource(InputFiles):
         for key in CONTAINERS:
             inner = loaded.get(key)
             if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
-                self.left_out += tuple(_shown(other) for other in loaded if other != key)
+                self.left_out += tuple(_key_text(other) for other in loaded if other != key)
                 return inner
         return loaded
 
@@ -169,7 +161,7 @@ def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, ra
             small = [archive.read(i) for i in lists if i.file_size <= MAX_PICKLE_BYTES]
             records = {i.filename.partition("/")[2]: _find_record(stream, i) for i in stored}
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, OSError, EOFError):
-        raise InputError(f"{file}: {_what_else(file)}") from None
+        raise InputError(f"{file}: {_describe_other(file)}") from None
     if is_big:
         raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")
     if any(info.filename.endswith("/constants.pkl") for info in infos):
@@ -178,10 +170,7 @@ def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, ra
         raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
     if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
-    pickled = small[0] if len(small) == 1 else b""
-    if _count_values(pickled) > MAX_VALUES:
-        raise InputError(f"{file}: its pickle expands to more than {MAX_VALUES} values")
-    return pickled, records
+    return small[0] if len(small) == 1 else b"", records
 
 
 def _find_record(stream: io.BufferedReader, info: zipfile.ZipInfo) -> range:
@@ -194,52 +183,50 @@ def _find_record(stream: io.BufferedReader, info: zipfile.ZipInfo) -> range:
     return range(start, start + info.file_size)
 
 
-def _count_values(pickled: bytes) -> int:
-    """Count the values that the largest value of a pickle stands for, as far as it can be read.
+def _check_values(pickled: bytes, file: Path) -> None:
+    """Refuse a pickle of more values than anybody can hash or print, or of values too deep.
 
     A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
-    stand for 2⁵⁰ values, and whoever hashes or prints the last one never comes to an end. The
-    opcodes are walked without being run, by the effect that `pickletools` says each has.
+    stand for 2⁵⁰ values. One inside the other, they would overflow the stack. The opcodes are
+    walked without being run, by the effect that `pickletools` says each has.
     """
-    stack: list[int | None] = []  # sizes; None is a mark
-    memo: dict[Any, int] = {}
-    largest = 0
-    with suppress(ValueError, IndexError, struct.error, OverflowError):  # damaged: torch says so
-        for opcode, argument, _ in pickletools.genops(pickled):
-            name = opcode.name
-            if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
-            elif name in ("GET", "BINGET", "LONG_BINGET"):
-                stack.append(memo.get(argument, 1))
-            elif name == "MARK":
-                stack.append(None)
-            else:
-                value = 1 + sum(_take(stack, opcode))
-                stack += [value] * len(opcode.stack_after)
-                largest = max(largest, _top(stack))
-                if largest > MAX_VALUES:
-                    break
-    return largest
+    stack: list[tuple[int, int] | None] = []  # each one's values, and its depth; None is a mark
+    memo: dict[Any, tuple[int, int] | None] = {}
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            place = len(memo) if argument is None else argument
+            if place > len(pickled):
+                raise ValueError("memory for as many values would be taken")
+            memo[place] = stack[-1]
+        elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif opcode.name == "MARK":
+            stack.append(None)
+        else:
+            taken = _take(stack, opcode)
+            values, depth = 1 + sum(n for n, _ in taken), 1 + max((d for _, d in taken), default=0)
+            if opcode.name in FILLING:  # what was taken last is filled with the others
+                depth = max(taken[-1][1], 1 + max((d for _, d in taken[:-1]), default=0))
+            if values > MAX_VALUES or depth > MAX_DEPTH:
+                limit = f"{MAX_VALUES} values, or to more than {MAX_DEPTH} inside each other"
+                raise InputError(f"{file}: its pickle expands to more than {limit}")
+            stack += [(values, depth)] * len(opcode.stack_after)
 
 
-def _top(stack: list[int | None]) -> int:
-    return (stack[-1] if stack else 0) or 0
-
-
-def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
-    """Pop an opcode's arguments: a number of values, or all down to the last mark."""
+def _take(
+    stack: list[tuple[int, int] | None], opcode: pickletools.OpcodeInfo
+) -> list[tuple[int, int]]:
+    """Pop an opcode's arguments, the last first: some values, or all down to the last mark."""
     count = len(opcode.stack_before)
-    taken: list[int] = []
+    taken = []
     if pickletools.markobject in opcode.stack_before:
-        while stack and (size := stack.pop()) is not None:
-            taken.append(size)
+        while (value := stack.pop()) is not None:
+            taken.append(value)
         count = opcode.stack_before.index(pickletools.markobject)
-    for _ in range(min(count, len(stack))):
-        taken.append(stack.pop() or 0)
-    return taken
+    return taken + [stack.pop() or (1, 1) for _ in range(count)]
 
 
-def _what_else(file: Path) -> str:
+def _describe_other(file: Path) -> str:
     beginning = read_beginning(file, 64)
     if beginning.startswith(b"\x80"):
         return "in the format of torch before 1.6; load it with torch and save it again"
@@ -269,6 +256,17 @@ class FileTensor:
     hooks: object = None
     marks: Mapping[str, bool] | None = None  # `conj`: the values are not those that are stored
     own_dtype: PickledName | None = None  # if it is not the storage's
+
+    def __post_init__(self) -> None:
+        kinds = (
+            (self.storage, Storage),
+            (self.marks, Mapping | None),
+            (self.own_dtype, PickledName | None),
+        )
+        counts = (self.start, *self.shape, *self.strides)
+        is_sound = all(isinstance(value, kind) for value, kind in kinds)
+        if not is_sound or len(self.shape) != len(self.strides) or not all(map(_is_count, counts)):
+            raise ValueError("not a tensor")
 
     @property
     def dtype(self) -> str:
@@ -327,6 +325,8 @@ class WeightsUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         _, kind, key, _device, count = pid
+        if not _is_count(count):
+            raise ValueError(f"{count!a} elements")
         dtype = STORAGE_DTYPES.get(kind.name.rpartition(".")[2], kind.name)
         itemsize = BY_TORCH_NAME[dtype].itemsize if dtype in BY_TORCH_NAME else 0
         return Storage(dtype, key, count * itemsize)
@@ -335,7 +335,10 @@ class WeightsUnpickler(pickle.Unpickler):
 def _unpickle(pickled: bytes, file: Path) -> object:
     """Read the list of tensors without running anything in it."""
     try:
+        _check_values(pickled, file)
         return WeightsUnpickler(io.BytesIO(pickled)).load()
+    except InputError:
+        raise
     except ForbiddenNameError as error:
         raise InputError(
             f"{file}: refused, because it contains more than weights ({error}), and could run "
@@ -346,7 +349,7 @@ def _unpickle(pickled: bytes, file: Path) -> object:
         raise InputError(text) from None
 
 
-def _shown(name: object) -> str:
+def _key_text(name: object) -> str:
     """Return a key as text: any value can be one."""
     return name if isinstance(name, str) else f"{name!a:.80}"
 
@@ -365,9 +368,6 @@ def _describe(value: Any, file: Path, name: str, records: Mapping[str, range]) -
     if dtype is None or any((value.marks or {}).values()):
         raise InputError(f"{file}: {name} is {kind}, or a view of it; give a plain tensor")
     shape, strides, storage = tuple(value.shape), tuple(value.strides), value.storage
-    numbers = (value.start, storage.nbytes, *shape, *strides)
-    if len(shape) != len(strides) or not all(map(_is_count, numbers)):
-        raise HeaderError(f"{file}: {name} has an impossible shape; the file is damaged")
     record = records.get(f"data/{storage.key}", range(0))
     info = TensorInfo(name, dtype, shape, record.start + value.start * dtype.itemsize)
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))

@@ -84,7 +84,7 @@ Memory = InMemory | OnDevice
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
-    """Storage type, shape and elements of an array, which can be written to."""
+    """Return storage type, shape and elements of an array, which can be written to."""
     kind, plain = plain_array(array, name, in_place=True)
     shape = tuple(plain.shape)
     if not is_torch(plain):
@@ -177,7 +177,7 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
 
 
 def arrays_of(model: Any) -> dict[str, Any]:
-    """The parameters and buffers of a torch module by name, or the arrays of a dict."""
+    """Return the parameters and buffers of a torch module by name, or the arrays of a dict."""
     if hasattr(model, "named_parameters"):  # its state_dict may hold copies
         named = (model.named_parameters, model.named_buffers)
         return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
@@ -187,7 +187,7 @@ def arrays_of(model: Any) -> dict[str, Any]:
 
 
 def names_in(arrays: Iterable[str], stored: Iterable[str]) -> Mapping[str, str]:
-    """The model's names of stored tensors, which may have a prefix."""
+    """Return the model's names of stored tensors, which may have a prefix."""
     sides = (_bare_source(stored), _bare_source(arrays))
     matched, _ = match_names(*sides, "model", base_config={}, model_config={})
     if isinstance(matched, RenamedSource):
@@ -196,7 +196,7 @@ def names_in(arrays: Iterable[str], stored: Iterable[str]) -> Mapping[str, str]:
 
 
 def _bare_source(names: Iterable[str]) -> Source:
-    """A source of which nothing but the names of its tensors is of interest."""
+    """Make a source of which only the names of its tensors matter."""
     source = Source()
     source.tensors = {name: TensorInfo(name, U8, (), 0) for name in names}
     return source

@@ -156,7 +156,7 @@ class Candidates:
         found: list[Source] = []
         for file, source in zip(files, (opened.base, *opened.models), strict=True):
             earlier, held = self._kept[file]
-            if _times(source) != _times(earlier):
+            if _file_stamps(source) != _file_stamps(earlier):
                 changed = ", ".join(map(str, source.files))
                 raise InputError(f"{changed}: changed since it was read; run the search again")
             is_same = not recipe.weighs_rows and source.fingerprint() == earlier.fingerprint()
@@ -164,7 +164,7 @@ class Candidates:
         return found
 
 
-def _times(source: Source) -> list[Any]:
+def _file_stamps(source: Source) -> list[Any]:
     """Return sizes, times and places of its files, which a new name does not change."""
     return [stamp[:-1] for stamp in stamps_of(source)]
 

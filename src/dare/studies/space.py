@@ -253,12 +253,12 @@ class UsualMerges:
 
     @property
     def count(self) -> int:
-        """How many there are in all."""
+        """The number of settings in all."""
         one = self.first[0]
         return len(self.first) + len(self._without_each(one)) + len(self._rescaled(one))
 
     def at(self, place: int, best_before: Callable[[int], Settings | None]) -> dict[str, Any]:
-        """Return one by its place; `best_before` gives the best of those that stand before one."""
+        """Return the setting at a place; `best_before` gives the best of those before a place."""
         start, best = 0, self.first[0]
         for part in (lambda _: self.first, self._without_each, self._rescaled):
             settings = part(best)

@@ -57,7 +57,7 @@ def kind_of(evaluator: Evaluator) -> EvaluatorKind:
     for kind in KINDS:
         if kind.recognises(evaluator):
             return kind
-    *most, last = [kind.WRITTEN for kind in reversed(KINDS)]
+    *most, last = [kind.USAGE for kind in reversed(KINDS)]
     raise RecipeError(f"{evaluator!r}: is not an evaluator. Write {', '.join(most)}, or {last}")
 
 
@@ -109,7 +109,7 @@ def open_scorer(
     if time_limit is not None and not time_limit > 0:
         raise RecipeError(f"the time limit is {time_limit:g} s; it must be more than 0")
     kind = kind_of(evaluator)
-    if kind.IS_APART and isinstance(evaluator, str):
+    if kind.IN_OWN_PROCESS and isinstance(evaluator, str):
         return ProcessScorer(evaluator, time_limit, recipe, work, options)
     function = kind.find(evaluator, time_limit, options.threads)
     return FunctionScorer(function, recipe, work, options)
@@ -147,7 +147,7 @@ class Scorer(ABC):
         """
 
     @abstractmethod
-    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
         """Return the first of these items of each task, as the candidate sees and answers it.
 
         Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
@@ -238,9 +238,9 @@ class FunctionScorer(Scorer):
         scored = returned if isinstance(returned, Scored) else read_scores(returned, items)
         return replace(scored, seconds=seconds)
 
-    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
-        look = self._function.look
-        return look(self._form.candidate, items) if look else []
+    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+        preview = self._function.preview
+        return preview(self._form.candidate, items) if preview else []
 
     def close(self) -> None:
         self._is_made = False
@@ -316,9 +316,9 @@ class ProcessScorer(Scorer):
         is_written, _ = self._ask("gather_norms", [str(path), recipe.to_document()])
         return bool(is_written)
 
-    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
         found: list[dict[str, str]]
-        found, _ = self._ask("look", items and list(items), self._time_limit)
+        found, _ = self._ask("preview", items and list(items), self._time_limit)
         return found
 
     def _ask(self, verb: str, given: Any, limit: float | None = None) -> tuple[Any, str]:
@@ -372,5 +372,5 @@ class Answering:
     def gather_norms(self, given: tuple[str, dict[str, Any]]) -> bool:
         return self.scorer.gather_norms(Path(given[0]), self.read(given[1]).recipe)
 
-    def look(self, items: list[str] | None) -> list[dict[str, str]]:
-        return self.scorer.look(items)
+    def preview(self, items: list[str] | None) -> list[dict[str, str]]:
+        return self.scorer.preview(items)

@@ -27,8 +27,8 @@ from dare.studies.data_files import FORMS, Task, TaskExample, input_text, is_rig
 from dare.studies.evaluators.kinds import Evaluator, Function
 
 PREFIXES = {False: "data:", True: "held-out:"}  # by whether examples are held out of choosing
-WRITTEN = f"{PREFIXES[False]}file,file"
-IS_APART = True
+USAGE = f"{PREFIXES[False]}file,file"
+IN_OWN_PROCESS = True
 # The ends of the names of classes that a kind of model has; any class can be an encoder.
 CLASSES = {
     "writer": LANGUAGE_MODELS,
@@ -53,10 +53,10 @@ def recognises(evaluator: Evaluator) -> bool:
     return isinstance(evaluator, str) and evaluator.startswith(tuple(PREFIXES.values()))
 
 
-def written(files: Sequence[str | Path], *, held_out: bool = False) -> str:
+def evaluator_of(files: Sequence[str | Path], *, held_out: bool = False) -> str:
     """Return the evaluator of files; names with a comma are quoted.
 
-    >>> written([Path("math.jsonl"), Path("a,b.csv")], held_out=True)
+    >>> evaluator_of([Path("math.jsonl"), Path("a,b.csv")], held_out=True)
     'held-out:math.jsonl,"a,b.csv"'
     """
     text = io.StringIO()
@@ -87,7 +87,7 @@ def find(evaluator: str, _time_limit: float | None = None, _threads: int | None 
     if missing := [needed[name] for name in needed if importlib.util.find_spec(name) is None]:
         raise RecipeError(f"{evaluator}: needs {', '.join(missing)}: {install_command('data')}")
     found = Examples(tasks, held_out=evaluator.startswith(PREFIXES[True]))
-    return Function(found.score, "model", True, found.load_model, found.look, found.run_inputs)
+    return Function(found.score, "model", True, found.load_model, found.preview, found.run_inputs)
 
 
 class Examples:
@@ -117,12 +117,12 @@ class Examples:
             values |= zip((example.id for example in examples), found, strict=True)
         return {"items": values}
 
-    def look(self, _model: Any, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+    def preview(self, _model: Any, items: Sequence[str] | None = None) -> list[dict[str, str]]:
         """Return the first example of each task as the model sees it, and its answer."""
         found = []
         for runner, (example, *_) in self._chosen(items):
             (answer,) = runner.answer([example])
-            texts = runner.seen(example.values), *runner.words(example.values, answer)
+            texts = runner.model_input(example.values), *runner.describe(example.values, answer)
             shown = [f"{t[:SHOWN_CHARACTERS]}…" if len(t) > SHOWN_CHARACTERS else t for t in texts]
             named = dict(zip(("example", "expected", "answered"), shown, strict=True))
             found.append({"name": runner.task.name, "kind": runner.task.kind, **named})
@@ -274,23 +274,23 @@ class Runner:
         pairs = zip(examples, answers, strict=True)
         return [float(self.value(example.values, answer)) for example, answer in pairs]
 
-    def words(self, values: dict[str, Any], answer: Any) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: Any) -> tuple[str, str]:
         """Return the right answer and the model's as texts."""
         raise NotImplementedError
 
-    def seen(self, values: dict[str, Any]) -> str:
+    def model_input(self, values: dict[str, Any]) -> str:
         """Return the text that the model is given."""
         return input_text(values)
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         """Return the texts that statistics of inputs are made from."""
-        return [self.seen(values)]
+        return [self.model_input(values)]
 
     def run_inputs(self, examples: list[TaskExample]) -> None:
         """Run the model on inputs, in batches of the same length."""
         import torch
 
-        texts = [text for example in examples for text in self.full(example.values)]
+        texts = [text for example in examples for text in self.whole_texts(example.values)]
         by_length: dict[int, list[list[int]]] = {}
         for row in self.live.encode(texts, min(INPUT_TOKENS, self.live.most)):
             by_length.setdefault(len(row), []).append(row)
@@ -304,7 +304,7 @@ class Runner:
 class Prompted(Runner):
     """A task with prompts, in the chat template if the tokenizer has one."""
 
-    def seen(self, values: dict[str, Any]) -> str:
+    def model_input(self, values: dict[str, Any]) -> str:
         prompt: str = values["prompt"]
         if self.live.reader.chat_template:
             said = [{"role": "user", "content": prompt}]
@@ -314,7 +314,7 @@ class Prompted(Runner):
 
     def continued(self, values: dict[str, Any], texts: Sequence[str]) -> list[str]:
         """Return the prompt with each text after it, and a space between where one belongs."""
-        prompt = self.seen(values)
+        prompt = self.model_input(values)
         is_word = prompt[-1:].isalnum() or prompt[-1:] in tuple(":.,;?!)]")
         return [f"{prompt}{' ' if is_word else ''}{text}" for text in texts]
 
@@ -341,7 +341,7 @@ class Writing(Prompted):
     def answer(self, examples: list[TaskExample]) -> list[Any]:
         import torch
 
-        prompts = [self.seen(example.values) for example in examples]
+        prompts = [self.model_input(example.values) for example in examples]
         rows = self.encode(prompts, max(1, self.live.most - self._limit))
         is_apart = self.live.config.is_encoder_decoder  # the prompt is not part of the output
 
@@ -371,11 +371,11 @@ class Writing(Prompted):
     def value(self, values: dict[str, Any], answer: str) -> float:
         return is_right(values, answer)
 
-    def words(self, values: dict[str, Any], answer: str) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: str) -> tuple[str, str]:
         pattern = values.get("pattern")
         return pattern.pattern if pattern else " or ".join(values["answers"]), answer
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         return self.continued(values, values["written"][:1] or [""])
 
 
@@ -386,7 +386,7 @@ class Choosing(Prompted):
         rows, own = [], []  # tokens of all choices, and how many are not those of the prompt
         for example in examples:
             texts = self.continued(example.values, example.values["choices"])
-            prompt, *found = self.encode([self.seen(example.values), *texts], None)
+            prompt, *found = self.encode([self.model_input(example.values), *texts], None)
             shared = min(_shared(prompt, row) for row in found)
             own += [len(row) - shared for row in found]
             rows += [[self.live.start] * (not shared) + row for row in found]
@@ -401,10 +401,10 @@ class Choosing(Prompted):
     def value(self, values: dict[str, Any], answer: int) -> float:
         return float(values["answer"] == answer)
 
-    def words(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
         return values["choices"][values["answer"]], values["choices"][answer]
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         return self.continued(values, [values["choices"][values["answer"]]])
 
 
@@ -433,7 +433,7 @@ class Measuring(Runner):
     def value(self, _values: dict[str, Any], answer: float) -> float:
         return answer
 
-    def words(self, _values: dict[str, Any], answer: float) -> tuple[str, str]:
+    def describe(self, _values: dict[str, Any], answer: float) -> tuple[str, str]:
         return "", f"{answer:.3f} bits a byte"
 
 
@@ -470,7 +470,7 @@ class Labelling(Runner):
     def value(self, values: dict[str, Any], answer: int) -> float:
         return self._numbers[values["label"]] == answer
 
-    def words(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
         return values["label"], str(self.live.config.id2label[answer])
 
 
@@ -534,10 +534,10 @@ class Comparing(Runner):
         found: list[float] = (_standard_ranks(answers) * _standard_ranks(scores)).tolist()
         return found
 
-    def words(self, values: dict[str, Any], answer: float) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: float) -> tuple[str, str]:
         return f"{values['score']:g}", f"cosine {answer:.3f}"
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         return [values["a"], values["b"]]
 
 
