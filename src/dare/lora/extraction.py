@@ -351,7 +351,7 @@ def _sort_others(
 
 
 def _why_not_saved(change: Change, place: LoadedTensor, targets: set[str]) -> str:
-    """The reason why a changed tensor cannot be stored in full; empty if it can."""
+    """Return the reason why a changed tensor cannot be stored in full; empty if it can."""
     together = change.modules[place.module]
     if place.kind in NOT_IN_MODULES:
         return NOT_IN_MODULES[place.kind].format(place.name)

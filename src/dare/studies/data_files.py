@@ -290,7 +290,7 @@ def _no_form(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
         return [name for name in form.columns if not found[name]]
 
     def distance(form: TaskForm) -> tuple[int, int, bool, bool]:
-        """Most of its own columns, then fewest lacking, then one misspelt, then the usual form."""
+        """Rank a form: most of its columns, fewest lacking, one misspelt, the usual one."""
         lack = lacking(form)
         is_other = not did_you_mean(lack[0], columns)
         return len(lack) - len(form.columns), len(lack), is_other, form is not FORMS["answers"]

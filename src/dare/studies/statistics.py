@@ -266,7 +266,7 @@ class _Group:
 
     @functools.cached_property
     def is_extreme(self) -> np.ndarray:
-        """By trial: if all items are 0, or all are 1."""
+        """True for each trial whose items are all 0, or all 1."""
         wrong = self.sizes[:, None] - self.sums
         ends = (self.sums == 0).all(axis=0) | (wrong == 0).all(axis=0)
         return np.asarray(ends & self.is_share)

@@ -45,7 +45,7 @@ class EvaluatorKind(Protocol):
         """Tell if an evaluator is of this kind."""
 
     def check(self, evaluator: Any, /) -> None:
-        """Refuse, before any model is read, what cannot work: by a RecipeError."""
+        """Raise RecipeError, before any model is read, if it cannot work."""
 
     def find(self, evaluator: Any, time_limit: float | None, threads: int | None, /) -> Function:
         """Return the function that scores; time and threads are limited already if apart."""
