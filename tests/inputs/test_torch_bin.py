@@ -299,6 +299,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     [
         # The name that makes tensors becomes another one, by a state that is set on it.
         b"ctorch._utils\n_rebuild_tensor_v2\n(N}U\x04nameU\x05otherstb.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n(U\x04nametb.",
         b"ccollections\nOrderedDict\n(N}U\x05clearNstb.",
         b"ctorch._utils\n_rebuild_tensor_v2\n)\x81.",  # an object of it as if it were a class
         b"ctorch._utils\n_rebuild_tensor_v2\n)R.",  # a tensor of nothing

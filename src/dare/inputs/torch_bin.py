@@ -21,7 +21,6 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,6 +235,9 @@ def _describe_other(file: Path) -> str:
 # ---------------------------------------------------------------- a pickle without programs
 
 
+# Tuples with names: a pickle can set the state of other objects, and nothing of these.
+
+
 class Storage(NamedTuple):
     """A storage as a pickle names it."""
 
@@ -244,8 +246,16 @@ class Storage(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
+class PickledName(NamedTuple):
+    """A name in a pickle. Called as a function, it makes a tensor of its arguments, or nothing."""
+
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return MAKERS[self.name](*arguments) if self.name in MAKERS else self
+
+
+class FileTensor(NamedTuple):
     """A tensor as a pickle describes it, by the arguments that torch would make it from."""
 
     storage: Storage
@@ -256,17 +266,6 @@ class FileTensor:
     hooks: object = None
     marks: Mapping[str, bool] | None = None  # `conj`: the values are not those that are stored
     own_dtype: PickledName | None = None  # if it is not the storage's
-
-    def __post_init__(self) -> None:
-        kinds = (
-            (self.storage, Storage),
-            (self.marks, Mapping | None),
-            (self.own_dtype, PickledName | None),
-        )
-        counts = (self.start, *self.shape, *self.strides)
-        is_sound = all(isinstance(value, kind) for value, kind in kinds)
-        if not is_sound or len(self.shape) != len(self.strides) or not all(map(_is_count, counts)):
-            raise ValueError("not a tensor")
 
     @property
     def dtype(self) -> str:
@@ -283,24 +282,25 @@ class FileTensor:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class PickledName:
-    """A name in a pickle. Called as a function, it makes a tensor of its arguments, or nothing."""
-
-    name: str
-
-    def __call__(self, *arguments: Any) -> Any:
-        return MAKERS[self.name](*arguments) if self.name in MAKERS else self
+def _make_tensor(*arguments: Any) -> FileTensor:
+    """Make a tensor of what a pickle has; refuse what cannot be one."""
+    tensor = FileTensor(*arguments)
+    kinds = {"storage": Storage, "marks": Mapping | None, "own_dtype": PickledName | None}
+    is_sound = all(isinstance(getattr(tensor, name), kind) for name, kind in kinds.items())
+    counts = (tensor.start, *tensor.shape, *tensor.strides)
+    if not is_sound or len(tensor.shape) != len(tensor.strides) or not all(map(_is_count, counts)):
+        raise ValueError("not a tensor")
+    return tensor
 
 
 def _make_typed(*arguments: Any) -> FileTensor:
     *plain, dtype = arguments[:7]
-    return replace(FileTensor(*plain, *arguments[7:]), own_dtype=dtype)
+    return _make_tensor(*plain, *(arguments[7:] or [None]), dtype)
 
 
 # What torch calls to make tensors; parameters and subclasses are the tensors that they hold.
 MAKERS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": FileTensor,
+    "torch._utils._rebuild_tensor_v2": _make_tensor,
     "torch._utils._rebuild_tensor_v3": _make_typed,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
@@ -320,7 +320,7 @@ class WeightsUnpickler(pickle.Unpickler):
         if full == "collections.OrderedDict":
             return OrderedDict
         if full in MAKERS or HARMLESS_NAME.fullmatch(full):
-            return PickledName(full)  # nothing of it can be changed
+            return PickledName(full)
         raise ForbiddenNameError(full)
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -367,7 +367,7 @@ def _describe(value: Any, file: Path, name: str, records: Mapping[str, range]) -
     dtype = BY_TORCH_NAME.get(kind)
     if dtype is None or any((value.marks or {}).values()):
         raise InputError(f"{file}: {name} is {kind}, or a view of it; give a plain tensor")
-    shape, strides, storage = tuple(value.shape), tuple(value.strides), value.storage
+    shape, strides, storage = tuple(value.shape), value.strides, value.storage
     record = records.get(f"data/{storage.key}", range(0))
     info = TensorInfo(name, dtype, shape, record.start + value.start * dtype.itemsize)
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
