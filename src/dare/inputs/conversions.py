@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 # What is used of transformers' undocumented modules.
@@ -28,13 +29,15 @@ USED_NAMES = (
 
 def missing_names() -> list[str]:
     """Return the names that this version of transformers does not have."""
-    import transformers
-    from transformers import conversion_mapping, core_model_loading  # noqa: F401
+    from transformers import conversion_mapping, core_model_loading
 
+    modules = SimpleNamespace(
+        conversion_mapping=conversion_mapping, core_model_loading=core_model_loading
+    )
     missing = []
     for name in USED_NAMES:
         try:
-            attrgetter(name)(transformers)
+            attrgetter(name)(modules)
         except AttributeError:
             missing.append(f"transformers.{name}")
     return missing
