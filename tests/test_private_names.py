@@ -15,8 +15,8 @@ MODULES = {
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_exit", "_getframe"}
 # Modules that their packages do not describe, by the only one of ours that may import them.
 UNDOCUMENTED = {
-    "core_model_loading": "inputs/conversions.py",
-    "conversion_mapping": "inputs/conversions.py",
+    "core_model_loading": "inputs/transformers_models.py",
+    "conversion_mapping": "inputs/transformers_models.py",
 }
 
 

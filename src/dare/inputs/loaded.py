@@ -8,26 +8,26 @@ which builds the model without weights. A model that neither knows is refused.
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
-from dare.inputs.conversions import ConversionTables, missing_names
 from dare.inputs.lora import CONV1D_MODELS
-from dare.inputs.quantised import tables_of
-from dare.inputs.sources import CONFIG, read_config
+from dare.inputs.sources import CONFIG
+from dare.inputs.transformers_models import (
+    ConversionTables,
+    architecture_of,
+    build_without_weights,
+)
 from dare.tensors.header import TensorInfo
-from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head, some_of
+from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 # The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
 # tensor is what PEFT knows as a parameter (the experts of a layer, perhaps as inputs × outputs), a
@@ -41,13 +41,10 @@ EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say s
 LINEAR_CLASSES = ("Linear", "FalconLinear")
 OF_MAMBA = "Mamba's code reads its weight directly, so a LoRA has no effect"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
-MAX_LAYERS = 10_000
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
 # The parts of each model type whose modules have the names of its stored tensors.
 PLAIN_TYPES = {kind: family["parts"] for family in _TABLES["families"] for kind in family["types"]}
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
-NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
 
 
@@ -101,12 +98,6 @@ def find_places(
     if places := find_by_table(config, tensors):
         return places, ()
     return _by_transformers(path if path.is_dir() else path.parent, config, tensors)
-
-
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """Return the class that a configuration names for its model, or empty text."""
-    classes = config.get("architectures")
-    return str(classes[0]) if isinstance(classes, list) and classes else ""
 
 
 def places_as_stored(
@@ -185,79 +176,8 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
                 yield plain.removesuffix(".weight").rpartition(".")[2]
 
 
-def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
-    """Build the model that a configuration describes, without memory for its weights."""
-    try:
-        import transformers
-
-        lacking = missing_names()
-    except ImportError:
-        kind = config["model_type"]
-        raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
-    if lacking:
-        version = f"transformers {transformers.__version__} has no {some_of(lacking)}"
-        raise InputError(f"{where}: {version}; use another one from 5 on, or {remedy}")
-    for table in tables_of(dict(config)):
-        for key, value in table.items():
-            if isinstance(value, int) and value > MAX_LAYERS and "layers" in key:
-                raise InputError(f"{where}: {key} is {value}; at most {MAX_LAYERS} can be built")
-    build = _class_of(where, config, f"so its modules are not known; {remedy}")
-    try:
-        with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
-            warnings.simplefilter("ignore")
-            settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
-            with TemporaryDirectory() as folder:  # the model's may be in a store
-                Path(folder, CONFIG).write_text(json.dumps(config))
-                found = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
-            return build(found)
-    except Exception as error:  # whatever a configuration can do to a model's code
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        text = f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
-        raise InputError(text) from error
-
-
-def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
-    import transformers
-
-    name = architecture_of(config)
-    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if not is_model:
-        raise InputError(f"{where}: names {name!a}, which transformers does not have, {so}")
-    return found
-
-
-def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
-    """Build a directory's model with its weights, in float32, on the GPU if there is one.
-
-    If the name of its class must have one of some endings, all its weights must be there too.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise InputError(f"{folder}: building it needs {NEEDED}") from None
-    remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
-    build = _class_of(folder / CONFIG, read_config(folder), remedy)
-    if endings and not build.__name__.endswith(endings):
-        what = f"holds a {build.__name__}, but the data are for …{' or …'.join(endings)}"
-        raise InputError(f"{folder}: {what}; save base and models with such a head")
-    how = {"dtype": "float32", "output_loading_info": True, **KNOWN_ONLY}
-    try:
-        model, info = build.from_pretrained(folder, **how)
-    except Exception as error:  # whatever a configuration can do to a model's code
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        version = transformers.__version__
-        raise InputError(f"{folder}: transformers {version} cannot load it: {reason}") from error
-    if endings and (missing := sorted(info["missing_keys"])):
-        raise InputError(f"{folder}: a {build.__name__} needs {some_of(missing)}, not in its file")
-    has_gpu = sys.modules["torch"].cuda.is_available()
-    return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
-
-
 def _kind_of(module: Any, name: str, dimensions: int) -> Kind:
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module) is Conv1D:
+    if type(module).__name__ == "Conv1D":  # transformers'; torch has Conv1d
         return "conv1d"
     if isinstance(module, sys.modules["torch"].nn.Embedding):
         return "embedding"

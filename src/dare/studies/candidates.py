@@ -248,7 +248,7 @@ class _Live:
         self, recipe: Recipe, held: Callable[[], Candidates], load_model: LoadModel | None
     ) -> None:
         from dare.inputs.hub import resolve
-        from dare.inputs.loaded import load_live
+        from dare.inputs.transformers_models import load_live
 
         self._held = held
         base = resolve(recipe.base, verbose=False).path

@@ -79,7 +79,7 @@ class Harness:
 
     def load_model(self, base: Path) -> Any:
         """Return the base as a live model; its tokenizer is that of all candidates."""
-        from dare.inputs.loaded import load_live
+        from dare.inputs.transformers_models import load_live
 
         self._base = str(base)
         return load_live(base)
