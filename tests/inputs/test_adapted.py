@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import dare
 from dare.errors import InputError
 from dare.inputs import adapted
-from dare.inputs.adapted import DoraMagnitudes
+from dare.inputs.adapter_tensors import DoraMagnitudes
 from dare.inputs.arrays import array_source
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dare.inputs import products
+from dare.inputs.adapter_tensors import Product
 from dare.inputs.arrays import array_source
-from dare.inputs.products import Product
 from dare.kernels import reference
 
 

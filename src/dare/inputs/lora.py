@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.adapted import DoraMagnitudes, TrainedRows
-from dare.inputs.products import Product
+from dare.inputs.adapter_tensors import DoraMagnitudes, Product, TrainedRows
 from dare.inputs.sources import (
     DeltaInfo,
     FileSource,
