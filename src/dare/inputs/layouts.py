@@ -37,7 +37,7 @@ from dare.tensors.header import TensorInfo
 SPAN = 1 << 16  # elements: what lies no further apart is read at once
 SAMPLE, SCATTER = 24, 0x9E3779B97F4A7C15  # how many elements, and a factor that scatters numbers
 UNCHANGED = ""  # stands for a tensor that an adapter does not change
-ONE_PROGRAM = "save both with the same program"
+SAVE_ALIKE = "save both with the same program"
 # Functions of torch that show, copy or join elements, and leave each as it is.
 VIEWS = {"__get__", "__getitem__", "_set_grad_enabled", "chunk", "dim", "narrow", "numel", "size"}
 VIEWS |= {"permute", "select", "split", "squeeze", "transpose", "unbind", "unsqueeze", "view"}
@@ -291,7 +291,7 @@ def in_layout_of(
     is_partial = model.is_partial or not base.tensors.keys() <= model.tensors.keys()
     if not (_find_transposed(base, model) or (unknown and is_partial)):
         return model, ()
-    found, reason = model, f"transformers cannot convert between these; {ONE_PROGRAM}"
+    found, reason = model, f"transformers cannot convert between these; {SAVE_ALIKE}"
     try:
         found = _present(base, model, path, config)
     except InputError as error:
@@ -307,7 +307,7 @@ def in_layout_of(
 def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any]) -> Source:
     """Return a model in the base's layout, as far as transformers knows the way."""
     where = (path if path.is_dir() else path.parent) / CONFIG
-    remedy = MERGE_FIRST if model.is_partial else ONE_PROGRAM
+    remedy = MERGE_FIRST if model.is_partial else SAVE_ALIKE
     if "model_type" not in config:
         raise InputError(f"{where}: must name the architecture (model_type); or {remedy}")
     if model.is_partial and find_by_table(config, base.tensors):

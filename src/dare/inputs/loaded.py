@@ -39,7 +39,7 @@ Kind = Literal[
 EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
-OF_MAMBA = "Mamba's code reads its weight directly, so a LoRA has no effect"
+MAMBA_HINDRANCE = "Mamba's code reads its weight directly, so a LoRA has no effect"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
 # The parts of each model type whose modules have the names of its stored tensors.
@@ -139,7 +139,9 @@ def _by_transformers(
     tables = ConversionTables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
-    hindered = dict.fromkeys(_TABLES["mamba_layers"].get(str(config["model_type"]), ()), OF_MAMBA)
+    hindered = dict.fromkeys(
+        _TABLES["mamba_layers"].get(str(config["model_type"]), ()), MAMBA_HINDRANCE
+    )
     owners = Counter(map(id, state.values()))
     places = {}
     for name in tables.in_order(tensors):
