@@ -21,8 +21,8 @@ from dare.inputs.arrays import Arrays, array_source, is_module, like_original, n
 from dare.inputs.names import tie
 from dare.inputs.opening import Inputs, convert_yaml, is_on_hub, take_extras
 from dare.inputs.sources import Aligned
+from dare.output.memory import MemorySink
 from dare.output.receipt import Report, find_manifest, make_report, repeating_document
-from dare.output.sink import ArraySink
 from dare.output.slices import SliceReport
 from dare.output.targets import refuse_existing
 from dare.planning.plan import Plan
@@ -363,7 +363,7 @@ def merge_arrays(
     planned = plan_inputs(recipe, inputs, request.options)
     sample = take_sample(planned)
     written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
-    sink = ArraySink(written)
+    sink = MemorySink.with_room(written)
     records = execute(planned, sink)
     seconds = time.perf_counter() - started
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)

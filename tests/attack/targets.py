@@ -375,7 +375,7 @@ class Quantised(Target):
 
 
 class Torch(OneFile):
-    """Files of torch.save, read by its restricted loader."""
+    """Files of torch.save, whose pickles are read without torch."""
 
     name = "m.pt"
     change = staticmethod(change_bytes)

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hypothesis_arrays
 
 import dare
 from dare.deltas import live
-from dare.deltas.memory import OnDevice
 from dare.errors import InputError
 from dare.inputs.delta_files import part_names
 from dare.inputs.sources import open_source
+from dare.output.memory import OnDevice
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import BY_TORCH_NAME, STORAGE_TYPES, WEIGHT_TYPES
 from helpers import flip_bit, read_tensor, save

@@ -5,8 +5,8 @@ import pytest
 from ranges import DeltaArrays
 
 from dare.inputs.arrays import array_source
+from dare.output.memory import MemorySink
 from dare.output.receipt import make_report
-from dare.output.sink import ArraySink
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.recipe.recipe import Request
@@ -31,7 +31,7 @@ def merged(base, sources, backend="cpu", **settings):
     plan = make_plan(
         asked.recipe, array_source(base, "base"), sources, names, options=asked.options
     )
-    sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+    sink = MemorySink.with_room([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
     records = execute(plan, sink)
     report = make_report(plan, records, seconds=1.0, bytes_read=0, resumed_chunks=0)
     return plan, {name: found.tobytes() for name, found in sink.arrays.items()}, report

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import InputError
-from dare.inputs.fp8 import PIECE_BYTES, DequantizedSource, dequantized
+from dare.inputs.fp8 import PIECE_BYTES, Fp8Source, dequantized
 from dare.inputs.quantised import read_quantised
 from dare.inputs.sources import ArraySource, FileSource, check_unchanged, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -206,7 +206,7 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
         "table": table,
     }
     source = read_quantised(source_of(arrays), {})
-    assert isinstance(source.inner, DequantizedSource)
+    assert isinstance(source.inner, Fp8Source)
     assert {name: info.dtype.name for name, info in source.tensors.items()} == {
         "a.weight": "F32",
         "norm.weight": "F32",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dare.inputs import products
+from dare.inputs import adapter_tensors
+from dare.inputs.adapter_tensors import Product
 from dare.inputs.arrays import array_source
-from dare.inputs.products import Product
 from dare.kernels import reference
 
 
@@ -37,7 +37,7 @@ def test_any_elements_in_any_pieces_are_those_of_the_whole(sides, piece, transpo
     found, expected = np.empty((2, count), np.float32)
     reference.low_rank(left, right, start, np.float32(0.7), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "PIECE", piece)
+        patch.setattr(adapter_tensors, "PIECE", piece)
         Product("left", "right", transposed, 0.7).fill(source, start, found)
     assert found.tobytes() == expected.tobytes()
 
@@ -56,7 +56,7 @@ def test_each_expert_has_a_product_of_its_own(sides, piece, transposed, data):
     count = data.draw(st.integers(1, experts * rows * columns - start))
     found = np.empty(count, np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "PIECE", piece)
+        patch.setattr(adapter_tensors, "PIECE", piece)
         Product("left", "right", transposed, 0.7, experts).fill(source, start, found)
     expected = np.empty((experts, rows * columns), np.float32)
     for expert in range(experts):
@@ -90,8 +90,8 @@ def expert_factors(experts, rows, rank, columns, transposed):
     ],
 )
 def test_memory_is_what_is_said(sides, experts, transposed, monkeypatch):
-    monkeypatch.setattr(products, "PIECE", 1 << 16)
-    monkeypatch.setattr(products, "CHUNK", 1 << 16)
+    monkeypatch.setattr(adapter_tensors, "PIECE", 1 << 16)
+    monkeypatch.setattr(adapter_tensors, "CHUNK", 1 << 16)
     rows, _, columns = sides
     source, _, _ = expert_factors(experts, *sides, transposed)
     product = Product("left", "right", transposed, 1.0, experts)

@@ -20,7 +20,7 @@ from dare.errors import InputError, MismatchError
 from dare.inputs.arrays import array_source, stored
 from dare.inputs.sources import ArraySource, Source, check_unchanged, open_source
 from dare.inputs.vocabulary import Aligned, align
-from dare.output.sink import ArraySink
+from dare.output.memory import MemorySink
 from dare.planning.make import make_plan
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe
@@ -658,13 +658,13 @@ def test_new_rows_come_through_a_merge_to_the_bit(tmp_path: Path, method: str) -
     recipe = Recipe(base="base", models=["math"], method=method)
     slow = RunOptions(backend="reference")
     plan = make_plan(recipe, found.base, found.models, ["math"], options=slow)
-    sink = ArraySink([found.base.tensors[EMBEDDING]])
+    sink = MemorySink.with_room([found.base.tensors[EMBEDDING]])
     execute(plan, sink)
     out = sink.arrays[EMBEDDING].view(np.float32).reshape(1102, 1000)
     np.testing.assert_array_equal(out[1100:], tuned[1100:])
     same = make_plan(
         recipe, base, [source(tuned[:1100])], ["math"], options=slow
     )  # as if nothing had moved
-    plain = ArraySink([base.tensors[EMBEDDING]])
+    plain = MemorySink.with_room([base.tensors[EMBEDDING]])
     execute(same, plain)
     np.testing.assert_array_equal(out[:1100].ravel(), plain.arrays[EMBEDDING].view(np.float32))

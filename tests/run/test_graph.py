@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import dare
 from dare.inputs.sources import hold_open
 from dare.kernels import DEVICES
-from dare.output.sink import ArraySink
+from dare.output.memory import MemorySink
 from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions, execute
 from dare.run.threads import Batch
@@ -54,7 +54,7 @@ def models():
 
 
 def merged(plan, **options):
-    sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+    sink = MemorySink.with_room([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
     execute(plan, sink, **options)
     return {name: array.tobytes() for name, array in sink.arrays.items()}
 
@@ -91,11 +91,11 @@ def test_what_is_done_or_known_is_no_step_any_more(tmp_path, models):
 
 ELSEWHERE = """
 import pickle, sys
-from dare.output.sink import ArraySink
+from dare.output.memory import MemorySink
 from dare.run.engine import execute
 from dare.tensors.header import TensorInfo
 plan = pickle.load(open(sys.argv[1], "rb"))
-sink = ArraySink([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+sink = MemorySink.with_room([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
 records = execute(plan, sink)
 found = {n: a.tobytes() for n, a in sink.arrays.items()}
 pickle.dump((found, len(records)), open(sys.argv[2], "wb"))
@@ -114,7 +114,7 @@ def test_another_process_merges_the_same_bytes_from_the_pickle(tmp_path, models)
     assert {n: a.tobytes() for n, a in load_file(recipe.recipe.output).items()} == found
 
 
-class FileLike(ArraySink):
+class FileLike(MemorySink):
     """Has nothing made in its place; tensors begin anywhere in a page."""
 
     def place(self, *_where):
@@ -132,7 +132,7 @@ def test_chunks_of_several_tensors_are_merged_in_one_call(tmp_path, models, back
     for each in (models[0], *models[1]):  # longer than a chunk
         each["c.weight"] = np.resize(each["a.weight"], CHUNK + 5)
     plan = dare.plan(write_recipe(tmp_path, *models, method="dare+ties"), backend=backend)
-    sink = FileLike([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
+    sink = FileLike.with_room([TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors])
     device, calls = open_backend(plan), []
     merge = device.merge
     monkeypatch.setattr(device, "merge", lambda batch: calls.append(batch) or merge(batch))

@@ -16,7 +16,7 @@ import pytest
 
 import dare
 from dare.inputs.arrays import array_source
-from dare.output.sink import ArraySink
+from dare.output.memory import MemorySink
 from dare.planning.make import make_plan
 from dare.run.engine import execute
 from dare.stages import STAGES
@@ -186,7 +186,9 @@ def test_buffers_stay_within_the_plan(chain):
     plan = make_plan(recipe, sources[0], sources[1:], names)
     options["max_memory"] = plan.cost.least_memory
     plan = make_plan(recipe, sources[0], sources[1:], names, options=dare.RunOptions(**options))
-    sink = ArraySink([TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors])
+    sink = MemorySink.with_room(
+        [TensorInfo("w", tensor.dtype, tensor.shape, 0) for tensor in plan.tensors]
+    )
     execute(plan, sink)  # fills caches
     tracemalloc.start()
     try:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import dare
-from dare.deltas import memory as live_memory
-from dare.deltas.memory import OnDevice
 from dare.errors import InputError
+from dare.output import memory as live_memory
+from dare.output.memory import OnDevice
 from dare.recipe.recipe import Recipe
 from dare.stages import STAGES
 from dare.studies import candidates as under_test

@@ -17,9 +17,9 @@ from scipy.stats import spearmanr
 import dare
 from dare.cli import main
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
+from dare.studies.data_files import read_tasks
 from dare.studies.document import read_result
 from dare.studies.evaluators import examples, open_scorer
-from dare.studies.examples import read_tasks
 from dare.studies.results import State
 
 torch = pytest.importorskip("torch")
@@ -34,7 +34,7 @@ LENGTH = 96  # tokens that the writer takes
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     """The evaluator in this process, which has torch already."""
-    monkeypatch.setattr(examples, "IS_APART", False)
+    monkeypatch.setattr(examples, "IN_OWN_PROCESS", False)
     monkeypatch.chdir(tmp_path)
 
 
@@ -108,7 +108,7 @@ class Loaded:
     """Data files and the model of a folder, as the evaluator loads it."""
 
     def __init__(self, folder: Path, *files: Path, held_out: bool = False) -> None:
-        self.function = examples.find(examples.written(files, held_out=held_out))
+        self.function = examples.find(examples.evaluator_of(files, held_out=held_out))
         self.model = self.function.load_model(folder)
         self.tasks = read_tasks(files)
 
@@ -261,7 +261,7 @@ def test_candidates_with_batchnorm_are_scored_with_statistics_of_the_inputs(save
     file = write([{"image": f"images/{n}.png", "label": label} for n, label in enumerate(labels)])
     folders = [saved("images", seed) for seed in (0, 1, 2)]
     recipe = dare.Recipe(base=folders[0], models=folders[1:], method="linear")
-    scorer = open_scorer(examples.written([file]), recipe)
+    scorer = open_scorer(examples.evaluator_of([file]), recipe)
     scorer.make(recipe)
     assert scorer.gather_norms(Path("norms.safetensors"), recipe)
     means = scorer._form.candidate.state_dict()[
@@ -314,14 +314,14 @@ def test_a_model_that_does_not_fit_the_file_is_refused(saved, kind, rows, said):
 
 def test_files_for_different_kinds_of_models_are_refused():
     with pytest.raises(RecipeError, match=r"texts needs a writer; labels needs a classifier"):
-        examples.find(examples.written([write(TEXT, "texts"), write(LABELLED, "labels")]))
+        examples.find(examples.evaluator_of([write(TEXT, "texts"), write(LABELLED, "labels")]))
 
 
 def test_packages_that_are_missing_are_named(monkeypatch):
     file = write(TEXT)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch" or None)
     with pytest.raises(RecipeError) as raised:
-        examples.find(examples.written([file]))
+        examples.find(examples.evaluator_of([file]))
     assert "needs transformers: " in str(raised.value)
     assert install_command("data") in str(raised.value)
 

@@ -8,7 +8,7 @@ from scipy import stats
 
 from dare.errors import InputError, RecipeError
 from dare.recipe.search import Objective
-from dare.studies.results import Entry, Estimate, Scored, State, Trial, group_means
+from dare.studies.results import Contender, Estimate, Scored, State, Trial, group_means
 from dare.studies.statistics import (
     is_behind,
     items_needed,
@@ -29,12 +29,12 @@ def right_or_wrong(random, count: int, chance=0.5, groups: str = "ab") -> dict[s
     return {f"{groups[n % len(groups)]}/{n}": float(v) for n, v in enumerate(right)}
 
 
-def contender(*scored: Scored, is_random: bool = True) -> Entry:
+def contender(*scored: Scored, is_random: bool = True) -> Contender:
     trials = tuple(Trial(0, {}, 0, State.DONE, scored=one) for one in scored)
-    return Entry(trials, is_random=is_random)
+    return Contender(trials, is_random=is_random)
 
 
-def alone(*scored: Scored) -> list[Entry]:
+def alone(*scored: Scored) -> list[Contender]:
     return [contender(one) for one in scored]
 
 

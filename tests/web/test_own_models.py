@@ -27,7 +27,7 @@ from dare.output.verification import verify
 from dare.recipe.document import request_from_document
 from dare.web import jobs as web_jobs
 from dare.web.guard import MOST_DEPTH, MOST_ITEMS
-from dare.web.jobs import Job, Jobs
+from dare.web.jobs import Jobs, QueuedJob
 from dare.web.own import OutsideError, OwnModels, Roots
 from helpers import save
 
@@ -49,7 +49,7 @@ def jobs() -> Iterator[Jobs]:
     jobs.close()
 
 
-def ended(job: Job) -> Job:
+def ended(job: QueuedJob) -> QueuedJob:
     wait_until(lambda: job.state not in ("waiting", "running"), f"the end of job {job.number}")
     return job
 

@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from dare.deltas.memory import arrays_of, names_in
 from dare.errors import InputError
 from dare.inputs.arrays import is_module
 from dare.inputs.gathered import GRAM, Gathered, as_triangle, write_gathered
 from dare.inputs.sources import Floats
+from dare.output.memory import arrays_of, names_in
 from dare.tensors.names import STATISTICS
 
 
@@ -63,11 +63,11 @@ class GramCollector:
 
     def __enter__(self) -> Self:
         for name, module in self._layers.items():
-            hook = module.register_forward_pre_hook(partial(self._see, name))
+            hook = module.register_forward_pre_hook(partial(self._add_inputs, name))
             self._hooks.callback(hook.remove)
         return self
 
-    def _see(self, name: str, _module: Any, given: tuple[Any, ...]) -> None:
+    def _add_inputs(self, name: str, _module: Any, given: tuple[Any, ...]) -> None:
         inputs = given[0].detach().reshape(-1, given[0].shape[-1]).float()
         product = inputs.T @ inputs
         self._sums[name] = self._sums[name].add_(product) if name in self._sums else product

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dare import kernels
-from dare.deltas.memory import WRITING, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.deltas.restoring import open_delta
 from dare.errors import InputError
 from dare.inputs.arrays import place_of
 from dare.inputs.delta_files import AS_IN_BASE, DeltaFile, StoredTensor
 from dare.inputs.sources import Raw
+from dare.output.memory import WRITING, Memory, arrays_of, check_apart, memory_of, names_in
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span, tensor_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import show_shape
@@ -337,7 +337,7 @@ class LiveTensor(NamedTuple):
 
 
 def _digests(targets: Iterable[LiveTensor]) -> dict[str, list[str]]:
-    """The digests of all chunks of some tensors, by the model's names."""
+    """Return the digests of all chunks of some tensors, by the model's names."""
     chunks = [(t, chunk) for t in targets for chunk in range(chunk_count(math.prod(t.shape)))]
     digests = defaultdict(list)
     found = _on_all_cores(LiveTensor.digest, chunks)

@@ -134,7 +134,7 @@ class Packer:
         return _put(self._output, chunk, digests, parts, kept.size, (*sums, weights))
 
     def _take_change(self, tuned: NDArray[Any], base: Floats) -> Floats:
-        """The model's change; infinities that both have are none."""
+        """Return the model's change; where both are infinite there is none."""
         change = self._change[: tuned.size]
         peak, _ = self._run.delta(tuned, base, self._all, change, NO_THRESHOLD)
         if peak > INFINITY:
@@ -144,7 +144,7 @@ class Packer:
         return change
 
     def _rounded(self, chunk: Chunk, kept: Floats) -> tuple[list[NDArray[Any]], Floats]:
-        """Codes and scales of kept values, and what will be read of them."""
+        """Return codes and scales of kept values, and the values that will be read."""
         if not np.isfinite(kept).all():
             raise MismatchError(
                 f"{chunk.tensor.name}: has changes that are NaN or infinite, which cannot be "
@@ -161,7 +161,7 @@ class Packer:
     def _errors(
         self, chunk: Chunk, change: Floats, kept: Floats, stored: Floats
     ) -> tuple[float, float]:
-        """Σδ², and Σ(δ̂ - δ)²: of what was dropped, and of what was kept, rounded and rescaled."""
+        """Return Σδ² and Σ(δ̂ - δ)², where δ̂ is 0 or was rounded and rescaled."""
         run = self._run
         total = run.sum_products(change, change)
         rate = chunk.tensor.settings_of(0)[0].get("drop_rate", 0.0)

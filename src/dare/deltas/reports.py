@@ -19,7 +19,7 @@ from dare.output.journal import Record
 
 
 @dataclass(frozen=True)
-class _Report(Shown):
+class _DeltaFileReport(Shown):
     output: Path
 
     def to_dict(self) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class _Report(Shown):
 
 
 @dataclass(frozen=True)
-class DeltaReport(_Report):
+class DeltaReport(_DeltaFileReport):
     """The figures of a delta file: its size, and its error."""
 
     scheme: str
@@ -93,7 +93,7 @@ class DeltaReport(_Report):
 
 
 @dataclass(frozen=True)
-class Restoration(_Report):
+class Restoration(_DeltaFileReport):
     """A model that was written again, bit for bit."""
 
     digest: str

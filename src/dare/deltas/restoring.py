@@ -129,7 +129,7 @@ class Restore(Work[Restoration]):
 
 
 def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
-    """The model's files, in a directory; a single one may get another name."""
+    """Return the layout of the model's files; a single one may get another name."""
     names = [name for name, stored in file.notes.files.items() if stored.kind == "header"]
     headers = {name: _header(file, name) for name in names}
     if not is_directory_target(output):

@@ -134,7 +134,7 @@ Key = tuple[str, str, float]
 
 
 def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
-    """All that is measured, in the order in which it is shown: a row, and a job for each seed."""
+    """Return all that is measured, in the order shown: a row, and a measurement for each seed."""
     everything = partial(Measurement, prompts=extent.prompts, english_bytes=extent.english_bytes)
     planned: dict[Key, tuple[Row, list[Measurement]]] = {}
     for name in MODEL_NAMES:
@@ -183,7 +183,7 @@ def _measure(
 
 
 def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
-    """The mean over fine-tunes of what each can do of its own task, over drop rates."""
+    """Return how well fine-tunes do their own tasks, on average, over drop rates."""
     points = []
     for rate in rates:
         kind = "alone" if rate else "model"
@@ -205,7 +205,7 @@ def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tu
 
 
 def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> float:
-    """Mean |delta| over the tensors that changed at all."""
+    """Return the mean |delta| over the tensors that changed."""
     deltas = [np.abs(tuned[name] - tensor) for name, tensor in base.items()]
     changed = [delta.ravel() for delta in deltas if delta.any()]
     return float(np.concatenate(changed).mean())

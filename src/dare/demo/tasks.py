@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class Skill:
     """One ability: what it is called, and every example there is of it with its split."""
 
     name: str
@@ -119,8 +119,8 @@ def held_out_english() -> bytes:
     return (DATA / "english.txt").read_bytes()
 
 
-TASKS: tuple[Task, ...] = (
-    Task("add", "addition", lambda: starmap(add, product(range(10, 100), repeat=2))),
-    Task("sort", "sorting letters", lambda: map(sort, words())),
-    Task("say", "numbers in words", lambda: map(say, range(100, 1000))),
+TASKS: tuple[Skill, ...] = (
+    Skill("add", "addition", lambda: starmap(add, product(range(10, 100), repeat=2))),
+    Skill("sort", "sorting letters", lambda: map(sort, words())),
+    Skill("say", "numbers in words", lambda: map(say, range(100, 1000))),
 )

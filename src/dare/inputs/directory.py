@@ -14,9 +14,9 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -43,7 +43,7 @@ CONFIGURATION, SENTENCE_TRANSFORMERS = _FILES["configuration"], _FILES["sentence
 TOKENIZER = [*_FILES["tokenizer"], *_FILES["templates"]]
 LICENCES, FETCHED = _FILES["licences"], _FILES["fetched"]  # of the hub
 LEGAL = re.compile(_FILES["legal"], re.IGNORECASE)
-_LEFT_WITHOUT_A_WORD = re.compile("|".join(_FILES["left_without_a_word"]), re.IGNORECASE)
+_LEFT_SILENTLY = re.compile("|".join(_FILES["left_silently"]), re.IGNORECASE)
 _TEMPLATE_TABLES = ("chat_template.json", TOKENIZER_CONFIG)  # unless it is a file
 
 MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
@@ -151,7 +151,7 @@ class Sidecars:
         """Say which of a directory's files and folders stay behind, if anybody would miss them."""
         kept = {name.split("/")[0] for name in self.files} | self.files.keys()
         last = ((name, name.rpartition("/")[2]) for name in names if name not in kept)
-        if left := [name for name, own in last if not _LEFT_WITHOUT_A_WORD.fullmatch(own)]:
+        if left := [name for name, own in last if not _LEFT_SILENTLY.fullmatch(own)]:
             files = some_of(left, EXAMPLES)
             self.notes.append(notice("not_copied", files=files, directory=self.directory))
 
@@ -173,25 +173,23 @@ class Sidecars:
             self.take(self.directory, modules)
             self.notes.append(notice("custom_code", files=some_of(modules, EXAMPLES)))
 
+    def text(self, name: str) -> bytes | None:
+        """Return the content of a collected file, or None if there is no such file."""
+        content = self.files.get(name)
+        return read_limited(content, MAX_JSON_BYTES) if isinstance(content, Path) else content
+
     def table(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a collected file; empty if there is no such file."""
-        content = self.files.get(name, b"{}")
-        where = content if isinstance(content, Path) else Path(name)
-        text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
-        document = parse_json(text, where)
+        if (text := self.text(name)) is None:
+            return {}
+        document = parse_json(text, self.directory / name)
         if not isinstance(document, dict):
-            raise InputError(f"{where}: must be a JSON object")
+            raise InputError(f"{self.directory / name}: must be a JSON object")
         return document
 
     def chat_template(self) -> str | None:
         """Return the template that is collected, wherever it is kept."""
-        content = self.files.get(CHAT_TEMPLATE)
-        if content is None:
-            found = (_template_in(self.table(name)) for name in _TEMPLATE_TABLES)
-            return next((template for template in found if template is not None), None)
-        where = content if isinstance(content, Path) else Path(CHAT_TEMPLATE)
-        text = read_limited(where, MAX_JSON_BYTES) if isinstance(content, Path) else content
-        return _decoded(text, where)
+        return _find_template(self.text, self.directory)
 
     def replace(self, name: str, document: dict[str, Any]) -> None:
         """Put another content in place of a file; the same content leaves its bytes alone."""
@@ -477,11 +475,16 @@ def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> 
 
 def chat_template_of(directory: Path) -> str | None:
     """Return the chat template of a model directory, wherever it is kept."""
-    text = read_text(directory, CHAT_TEMPLATE)
-    if text is not None:
+    return _find_template(partial(read_text, directory), directory)
+
+
+def _find_template(read: Callable[[str], bytes | None], directory: Path) -> str | None:
+    """Find a template in its own file or in a table; `read` returns the files that there are."""
+    if (text := read(CHAT_TEMPLATE)) is not None:
         return _decoded(text, directory / CHAT_TEMPLATE)
-    found = (_template_in(read_json(directory, name)) for name in _TEMPLATE_TABLES)
-    return next((template for template in found if template is not None), None)
+    tables = ((name, read(name)) for name in _TEMPLATE_TABLES)
+    read_tables = (parse_json(t, directory / name) for name, t in tables if t is not None)
+    return next((t for t in map(_template_in, read_tables) if t is not None), None)
 
 
 def _template_in(document: Any) -> str | None:

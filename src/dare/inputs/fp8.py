@@ -8,7 +8,7 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,35 +48,46 @@ class Scale:
         return self.info.elements == 1
 
 
-class DequantizedSource(SourceView):
-    """Another source with its scales applied and out of sight."""
+class DecodedSource(SourceView):
+    """Another source with codes presented as float32, and what belongs to them out of sight."""
 
-    def __init__(self, inner: Source, scales: Mapping[str, Scale]) -> None:
-        self._scales = scales
-        applied = {scale.info.name for scale in scales.values()}
-        kind = STORAGE_TYPES["F32"]
-        tensors = {
-            name: CodedInfo(name, kind, info.shape, info.start, scales[name])
-            if name in scales
-            else info
-            for name, info in inner.tensors.items()
-            if name not in applied
-        }
-        super().__init__(inner, tensors, computed=scales)
+    def __init__(
+        self, inner: Source, decoded: Mapping[str, CodedInfo], hidden: Container[str], kind: str
+    ) -> None:
+        tensors = {name: info for name, info in inner.tensors.items() if name not in hidden}
+        super().__init__(inner, {**tensors, **decoded}, computed=decoded)
         self.cost = inner.cost.with_reading(PIECE_BYTES)
-        count = times(len(applied), "FP8 tensor")
+        count = times(len(decoded), f"{kind} tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype="float32"),)
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        self.inner.prefetch(name, start, count)
 
     def compute(self, name: str, start: int, into: Raw) -> None:
         for done in range(0, into.size, PIECE_ELEMENTS):
             piece = into[done : done + PIECE_ELEMENTS]
-            self._fill(piece, self.inner.tensors[name], start + done, self._scales[name])
+            self.decode(name, start + done, piece)
+            np.copyto(piece, np.float32(np.nan), where=np.isnan(piece))  # every NaN is this one
 
-    def _fill(self, values: Floats, info: TensorInfo, first: int, scale: Scale) -> None:
-        """Read elements and multiply each by its factor; every NaN is the same one."""
+    def decode(self, name: str, first: int, values: Floats) -> None:
+        """Fill `values` with elements from one on, each multiplied by its factor."""
+        raise NotImplementedError
+
+
+class Fp8Source(DecodedSource):
+    """Another source with its scales applied."""
+
+    def __init__(self, inner: Source, scales: Mapping[str, Scale]) -> None:
+        self._scales = scales
+        kind, stored = STORAGE_TYPES["F32"], inner.tensors
+        decoded = {
+            name: CodedInfo(name, kind, stored[name].shape, stored[name].start, scale)
+            for name, scale in scales.items()
+        }
+        super().__init__(inner, decoded, {scale.info.name for scale in scales.values()}, "FP8")
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        self.inner.prefetch(name, start, count)
+
+    def decode(self, name: str, first: int, values: Floats) -> None:
+        info, scale = self.inner.tensors[name], self._scales[name]
         values[:] = read_values(self.inner, info, first, values.size)
         width = info.shape[-1] if info.shape else 1
         for row, rows, column, columns in rectangles(first, values.size, width):
@@ -84,7 +95,6 @@ class DequantizedSource(SourceView):
             matrix = values[begin : begin + rows * columns].reshape(rows, columns)
             with np.errstate(all="ignore"):
                 matrix *= self._factors(scale, row, rows, column, columns)
-        np.copyto(values, np.float32(np.nan), where=np.isnan(values))
 
     def _factors(self, scale: Scale, row: int, rows: int, column: int, columns: int) -> Floats:
         """Read the factors of a rectangle, in one column if they agree in rows."""
@@ -113,7 +123,7 @@ def dequantized(source: Source, block: Block = USUAL_BLOCK, is_sure: bool = Fals
         for name, info in source.tensors.items()
         if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source, block, is_sure))
     }
-    return DequantizedSource(source, scales) if scales else source
+    return Fp8Source(source, scales) if scales else source
 
 
 def _find_scale(weight: TensorInfo, source: Source, block: Block, is_sure: bool) -> Scale | None:

@@ -64,7 +64,7 @@ SINGLE_NAMES = [f"{stem}.safetensors" for stem in STEMS]
 SMALL_FILES = [*LICENCES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS, *FETCHED]
 
 # Patterns of files that those match too, as a star matches slashes, and that are not meant.
-DEEPER = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
+DEEPER_PATTERNS = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
 
 NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
 # Parts of answers that the client makes file names of.
@@ -173,14 +173,18 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
     from huggingface_hub import constants
 
     small_files = [*LICENCES, *_within(name, SMALL_FILES)]
-    snapshot = _download(name, name.revision, small_files, ignore_patterns=_within(name, DEEPER))
+    snapshot = _download(
+        name, name.revision, small_files, ignore_patterns=_within(name, DEEPER_PATTERNS)
+    )
     commit = snapshot.name
     folder = snapshot / name.folder
     found = Resolved(snapshot / name.inside, name.repo, commit, name.inside)
     parts = [] if name.file else named_components(folder)
     for part in parts:
         own = replace(name, inside=(name.folder / part).as_posix(), revision=commit)
-        _download(own, commit, _within(own, SMALL_FILES), ignore_patterns=_within(own, DEEPER))
+        _download(
+            own, commit, _within(own, SMALL_FILES), ignore_patterns=_within(own, DEEPER_PATTERNS)
+        )
         if (folder / part / CONFIG).exists():  # as all have that have weights
             _fetch(own, verbose=verbose)
     if parts:
@@ -254,7 +258,7 @@ def _download(
 ) -> Path:
     """Have the client fetch the files that match; return the folder of the commit."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Silent(tqdm):
         """A progress bar that is never drawn."""
@@ -276,10 +280,10 @@ def _download(
 
 
 def _cache_folder(name: Name) -> Path:
+    """Return the folder of a repository, as the hub's documentation of its cache has it."""
     from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name.repo, repo_type="model"))
+    return Path(constants.HF_HUB_CACHE, f"models--{name.repo.replace('/', '--')}")
 
 
 def _within(name: Name, patterns: Iterable[str]) -> list[str]:

@@ -27,8 +27,9 @@ import numpy as np
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError
-from dare.inputs.loaded import MERGE_FIRST, Tables, build_without_weights, find_by_table
+from dare.inputs.loaded import MERGE_FIRST, find_by_table
 from dare.inputs.sources import CONFIG, DeltaInfo, Raw, RenamedSource, Source, SourceView
+from dare.inputs.transformers_models import ConversionTables, build_without_weights
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
@@ -36,7 +37,7 @@ from dare.tensors.header import TensorInfo
 SPAN = 1 << 16  # elements: what lies no further apart is read at once
 SAMPLE, SCATTER = 24, 0x9E3779B97F4A7C15  # how many elements, and a factor that scatters numbers
 UNCHANGED = ""  # stands for a tensor that an adapter does not change
-ONE_PROGRAM = "save both with the same program"
+SAVE_ALIKE = "save both with the same program"
 # Functions of torch that show, copy or join elements, and leave each as it is.
 VIEWS = {"__get__", "__getitem__", "_set_grad_enabled", "chunk", "dim", "narrow", "numel", "size"}
 VIEWS |= {"permute", "select", "split", "squeeze", "transpose", "unbind", "unsqueeze", "view"}
@@ -50,7 +51,7 @@ Read = Callable[[str, int, Raw], None]  # fills an array with elements of a stor
 
 
 @dataclass(frozen=True)
-class Stored:
+class WholeTensor:
     """A tensor of the model's files, all of it."""
 
     name: str
@@ -154,7 +155,7 @@ class Strided:
             self._fill(read, first + half * self.steps[axis], high)
 
 
-Pieces = Stored | Joined | Strided
+Pieces = WholeTensor | Joined | Strided
 
 
 def find_origin(pieces: Pieces, elements: int) -> str | None:
@@ -182,7 +183,7 @@ def _recorder() -> Any:
             return tensor
 
         def make(self, name: str, shape: Sequence[int]) -> Any:
-            return self.hold(torch.empty(shape, device="meta"), Stored(name))
+            return self.hold(torch.empty(shape, device="meta"), WholeTensor(name))
 
         def pieces(self, tensor: Any) -> Pieces:
             inner, shape = self.held[id(tensor.untyped_storage())][1], tuple(tensor.shape)
@@ -221,7 +222,8 @@ def _recorder() -> Any:
 
 def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: Any) -> Any:
     """Return the tensors of the base that a model has: shapes, and what they are made of."""
-    recorder, tables, others = _recorder(), Tables(built), Tables(built)
+    recorder = _recorder()
+    tables, others = ConversionTables(built), ConversionTables(built)
     ours = {name: recorder.make(name, info.shape) for name, info in base.tensors.items()}
     theirs = {name: recorder.make(own[name], info.shape) for name, info in model.tensors.items()}
     if model.is_partial:  # an adapter has names in memory, and only some of them
@@ -287,9 +289,9 @@ def in_layout_of(
     """
     unknown = model.tensors.keys() - base.tensors.keys()
     is_partial = model.is_partial or not base.tensors.keys() <= model.tensors.keys()
-    if not (_turned(base, model) or (unknown and is_partial)):
+    if not (_find_transposed(base, model) or (unknown and is_partial)):
         return model, ()
-    found, reason = model, f"transformers cannot convert between these; {ONE_PROGRAM}"
+    found, reason = model, f"transformers cannot convert between these; {SAVE_ALIKE}"
     try:
         found = _present(base, model, path, config)
     except InputError as error:
@@ -305,7 +307,7 @@ def in_layout_of(
 def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any]) -> Source:
     """Return a model in the base's layout, as far as transformers knows the way."""
     where = (path if path.is_dir() else path.parent) / CONFIG
-    remedy = MERGE_FIRST if model.is_partial else ONE_PROGRAM
+    remedy = MERGE_FIRST if model.is_partial else SAVE_ALIKE
     if "model_type" not in config:
         raise InputError(f"{where}: must name the architecture (model_type); or {remedy}")
     if model.is_partial and find_by_table(config, base.tensors):
@@ -346,7 +348,7 @@ def _common_type(source: Source, names: frozenset[str]) -> StorageType | None:
     return None if others or drop or (UNCHANGED in names and not is_change) else dtype
 
 
-def _turned(base: Source, model: Source) -> str:
+def _find_transposed(base: Source, model: Source) -> str:
     """Return a tensor of three dimensions whose last two are exchanged, or empty text."""
     for name, info in model.tensors.items():
         shape = base.tensors[name].shape if name in base.tensors else ()
@@ -357,7 +359,7 @@ def _turned(base: Source, model: Source) -> str:
 
 def _difference(base: Source, model: Source, name: str) -> str:
     """Return how a model stores weights differently from the base, or empty text."""
-    if turned := _turned(base, model):
+    if turned := _find_transposed(base, model):
         forms = [source.tensors[turned].form for source in (base, model)]
         return f"{turned} is {forms[0]} in the base and {forms[1]} here"
     extra = model.tensors.keys() - base.tensors.keys()

@@ -8,26 +8,26 @@ which builds the model without weights. A model that neither knows is refused.
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.lora import CONV1D_MODELS
-from dare.inputs.quantised import tables_of
-from dare.inputs.sources import CONFIG, read_config
+from dare.inputs.sources import CONFIG
+from dare.inputs.transformers_models import (
+    ConversionTables,
+    architecture_of,
+    build_without_weights,
+)
 from dare.tensors.header import TensorInfo
-from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head, some_of
+from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head
 
 # The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
 # tensor is what PEFT knows as a parameter (the experts of a layer, perhaps as inputs × outputs), a
@@ -39,15 +39,12 @@ Kind = Literal[
 EMBEDDINGS = ("relative_attention_bias",)  # embeddings whose names do not say so
 # Layers that multiply by their weight and do nothing else. Routers inherit from Linear too.
 LINEAR_CLASSES = ("Linear", "FalconLinear")
-OF_MAMBA = "Mamba's code reads its weight directly, so a LoRA has no effect"
+MAMBA_HINDRANCE = "Mamba's code reads its weight directly, so a LoRA has no effect"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
-MAX_LAYERS = 10_000
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("loaded.toml").read_text("utf-8"))
 # The parts of each model type whose modules have the names of its stored tensors.
 PLAIN_TYPES = {kind: family["parts"] for family in _TABLES["families"] for kind in family["types"]}
 AS_STORED = "set as_stored (--as-stored) if its modules have the names that its file uses"
-NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 MERGE_FIRST = "merge the adapter into it with PEFT (merge_and_unload) and give the result"
 
 
@@ -103,12 +100,6 @@ def find_places(
     return _by_transformers(path if path.is_dir() else path.parent, config, tensors)
 
 
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """Return the class that a configuration names for its model, or empty text."""
-    classes = config.get("architectures")
-    return str(classes[0]) if isinstance(classes, list) and classes else ""
-
-
 def places_as_stored(
     tensors: Mapping[str, TensorInfo], *, is_conv1d: bool = False, is_tied: bool = False
 ) -> Places:
@@ -145,10 +136,12 @@ def _by_transformers(
 ) -> tuple[Places, tuple[Notice, ...]]:
     where = folder / CONFIG
     model = build_without_weights(where, config, AS_STORED)
-    tables = Tables(model)
+    tables = ConversionTables(model)
     state = tables.state
     like_experts = set(_expert_layers(tables.converters))
-    hindered = dict.fromkeys(_TABLES["mamba_layers"].get(str(config["model_type"]), ()), OF_MAMBA)
+    hindered = dict.fromkeys(
+        _TABLES["mamba_layers"].get(str(config["model_type"]), ()), MAMBA_HINDRANCE
+    )
     owners = Counter(map(id, state.values()))
     places = {}
     for name in tables.in_order(tensors):
@@ -176,61 +169,6 @@ def _by_transformers(
     return places, (note,) if moved else ()
 
 
-class Tables:
-    """The tables by which transformers brings the stored tensors of a model into memory."""
-
-    def __init__(self, model: Any, transforms: Sequence[Any] | None = None) -> None:
-        from transformers import conversion_mapping, core_model_loading
-
-        self.model, self._core = model, core_model_loading
-        self.state: Mapping[str, Any] = model.state_dict(keep_vars=True)
-        if transforms is None:
-            transforms = conversion_mapping.get_model_conversion_mapping(model)
-        self._transforms = transforms  # which note whether they were used
-        self.converters = [each for each in transforms if hasattr(each, "operations")]
-        self._renamings = [each for each in transforms if not hasattr(each, "operations")]
-
-    def in_order(self, names: Iterable[str]) -> list[str]:
-        """Return names of tensors in the order in which transformers loads them."""
-        return sorted(names, key=self._core.dot_natural_key)
-
-    def find(self, name: str) -> tuple[str, str | None]:
-        """Return the name in memory of a stored tensor, and the pattern of its converter if any."""
-        new, pattern = self._core.rename_source_key(
-            name, self._renamings, self.converters, self.model.base_model_prefix, self.state
-        )
-        return (name, None) if new not in self.state and name in self.state else (new, pattern)
-
-    def load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return stored tensors as the model has them in memory."""
-        return self._convert(tensors, self.find)
-
-    def save(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return tensors in memory as they are saved, in the layout that these have loaded."""
-        used = [each for each in self._transforms if each.was_used()]
-        back = Tables(self.model, [each.reverse_transform() for each in reversed(used)])
-        rename = self._core.rename_source_key
-        found = back._convert(loaded, lambda name: rename(name, [], back.converters))
-        return {rename(name, back._renamings, [])[0]: tensor for name, tensor in found.items()}
-
-    def _convert(self, tensors: Mapping[str, Any], find: Callable[[str], Any]) -> dict[str, Any]:
-        by_pattern = {p: each for each in self.converters for p in each.source_patterns}
-        found: dict[str, Any] = {}
-        gathered: dict[str, Any] = {}
-        for name in self.in_order(tensors):
-            new, pattern = find(name)
-            if pattern is None:
-                found.setdefault(new, tensors[name])
-                continue
-            if new not in gathered:
-                gathered[new] = deepcopy(by_pattern[pattern])
-            gathered[new].add_tensor(new, name, pattern, tensors[name])
-        for new, converter in gathered.items():
-            made = converter.convert(new, model=self.model, config=self.model.config)
-            found |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
-        return found
-
-
 def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
     """Yield the names of the layers of single experts before they became one parameter."""
     for converter in converters:
@@ -240,75 +178,8 @@ def _expert_layers(converters: Iterable[Any]) -> Iterator[str]:
                 yield plain.removesuffix(".weight").rpartition(".")[2]
 
 
-def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
-    """Build the model that a configuration describes, without memory for its weights."""
-    try:
-        import transformers
-        from transformers import conversion_mapping, core_model_loading  # noqa: F401
-    except ImportError:
-        kind = config["model_type"]
-        raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
-    for table in tables_of(dict(config)):
-        for key, value in table.items():
-            if isinstance(value, int) and value > MAX_LAYERS and "layers" in key:
-                raise InputError(f"{where}: {key} is {value}; at most {MAX_LAYERS} can be built")
-    build = _class_of(where, config, f"so its modules are not known; {remedy}")
-    try:
-        with warnings.catch_warnings(), sys.modules["torch"].device("meta"):
-            warnings.simplefilter("ignore")
-            settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
-            with TemporaryDirectory() as folder:  # the model's may be in a store
-                Path(folder, CONFIG).write_text(json.dumps(config))
-                found = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
-            return build(found)
-    except Exception as error:  # whatever a configuration can do to a model's code
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        text = f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
-        raise InputError(text) from error
-
-
-def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
-    import transformers
-
-    name = architecture_of(config)
-    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if not is_model:
-        raise InputError(f"{where}: names {name!a}, which transformers does not have, {so}")
-    return found
-
-
-def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
-    """Build a directory's model with its weights, in float32, on the GPU if there is one.
-
-    If the name of its class must have one of some endings, all its weights must be there too.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise InputError(f"{folder}: building it needs {NEEDED}") from None
-    remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
-    build = _class_of(folder / CONFIG, read_config(folder), remedy)
-    if endings and not build.__name__.endswith(endings):
-        what = f"holds a {build.__name__}, but the data are for …{' or …'.join(endings)}"
-        raise InputError(f"{folder}: {what}; save base and models with such a head")
-    how = {"dtype": "float32", "output_loading_info": True, **KNOWN_ONLY}
-    try:
-        model, info = build.from_pretrained(folder, **how)
-    except Exception as error:  # whatever a configuration can do to a model's code
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        version = transformers.__version__
-        raise InputError(f"{folder}: transformers {version} cannot load it: {reason}") from error
-    if endings and (missing := sorted(info["missing_keys"])):
-        raise InputError(f"{folder}: a {build.__name__} needs {some_of(missing)}, not in its file")
-    has_gpu = sys.modules["torch"].cuda.is_available()
-    return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
-
-
 def _kind_of(module: Any, name: str, dimensions: int) -> Kind:
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module) is Conv1D:
+    if type(module).__name__ == "Conv1D":  # transformers'; torch has Conv1d
         return "conv1d"
     if isinstance(module, sys.modules["torch"].nn.Embedding):
         return "embedding"

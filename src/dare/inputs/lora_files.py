@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from dare.documents.notices import notice
 from dare.errors import InputError
+from dare.inputs.adapter_tensors import Product
 from dare.inputs.lora import F32, Adapter, LoraSource, finite, parse_config
-from dare.inputs.products import Product
 from dare.inputs.sources import FileSource, Opening, Source, read_floats
 from dare.tensors.header import TensorInfo, admit, parse_json
 

@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dare.documents.notices import notice
-from dare.documents.words import times
 from dare.errors import InputError
-from dare.inputs.fp8 import PIECE_BYTES, PIECE_ELEMENTS, read_values
+from dare.inputs.fp8 import DecodedSource, read_values
 from dare.inputs.mxfp4 import VALUES
-from dare.inputs.sources import CodedInfo, Floats, Raw, Source, SourceView, home_of
+from dare.inputs.sources import CodedInfo, Floats, Source, home_of
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
 
@@ -34,34 +32,25 @@ class Packed(NamedTuple):
     number: TensorInfo
 
 
-class UnpackedSource(SourceView):
-    """Another source with its codes unpacked, and scales out of sight."""
+class Nvfp4Source(DecodedSource):
+    """Another source with its codes unpacked."""
 
     def __init__(self, inner: Source, packed: Mapping[str, Packed]) -> None:
         self._packed = packed
-        stored = {info.name for parts in packed.values() for info in parts}
-        tensors = {name: info for name, info in inner.tensors.items() if name not in stored}
+        decoded = {}
         for name, parts in packed.items():
             *rows, width = parts.codes.shape
-            tensors[name] = CodedInfo(name, STORAGE_TYPES["F32"], (*rows, width * 2), 0, parts)
-        super().__init__(inner, tensors, computed=packed)
-        count = times(len(packed), "NVFP4 tensor")
-        self.remarks += (notice("dequantised", tensors=count, dtype="float32"),)
-        self.cost = inner.cost.with_reading(PIECE_BYTES)
+            decoded[name] = CodedInfo(name, STORAGE_TYPES["F32"], (*rows, width * 2), 0, parts)
+        hidden = {info.name for parts in packed.values() for info in parts}
+        super().__init__(inner, decoded, hidden, "NVFP4")
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         if name in self._packed:
             name, start, count = self._packed[name].codes.name, start // 2, count // 2
         self.inner.prefetch(name, start, count)
 
-    def compute(self, name: str, start: int, into: Raw) -> None:
-        for done in range(0, into.size, PIECE_ELEMENTS):
-            piece = into[done : done + PIECE_ELEMENTS]
-            self._fill(piece, self._packed[name], start + done)
-
-    def _fill(self, values: Floats, packed: Packed, first: int) -> None:
-        """Read elements and multiply each by its factor; every NaN is the same one."""
-        last = first + values.size - 1
+    def decode(self, name: str, first: int, values: Floats) -> None:
+        packed, last = self._packed[name], first + values.size - 1
         raw = np.empty(last // 2 + 1 - first // 2, np.uint8)
         self.inner.read(packed.codes.name, first // 2, raw)
         values[:] = np.take(_pairs(), raw, axis=0).reshape(-1)[first % 2 :][: values.size]
@@ -71,7 +60,6 @@ class UnpackedSource(SourceView):
         divides = packed.number.name.endswith(NUMBERS["_packed"])
         factors = scales / number if divides else scales * number
         values *= factors[np.arange(first, last + 1) // GROUP - group]
-        np.copyto(values, np.float32(np.nan), where=np.isnan(values))
 
 
 def unpacked(source: Source) -> Source:
@@ -84,7 +72,7 @@ def unpacked(source: Source) -> Source:
             if name.endswith(ending) and all(beside):
                 packed[stem] = Packed(codes, *(info for info in beside if info is not None))
                 _check(stem, packed[stem], source)
-    return UnpackedSource(source, packed) if packed else source
+    return Nvfp4Source(source, packed) if packed else source
 
 
 def _check(name: str, packed: Packed, source: Source) -> None:

@@ -1,32 +1,35 @@
 """Weights that torch.save wrote: pytorch_model.bin, its shards, .pt, .pth and .ckpt.
 
 Such a file is a zip archive with a pickle, which says what there is, and the bytes of every
-storage. A pickle can hold any program, so nothing here is opened unless the user asks for it, and
-torch's own restricted loader (`weights_only=True`) reads it. It does so without storages
-(FakeTensorMode), to tell where in the file each tensor lies; weights are then read from there like
-those of any other file, in the tensor's order whatever its strides, and shared ones for each name.
+storage. A pickle can hold any program, so nothing here is opened unless the user asks for it. Then
+it is read without torch: the few names that tensors need stand for values of this module, and any
+other name is refused, so that nothing is imported and nothing of the file can run. Weights are read
+from their places like those of any other file, in the tensor's order whatever its strides, and
+shared ones for each name.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import pickletools
 import re
 import struct
+import tomllib
 import zipfile
 import zlib
-from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import notice
-from dare.errors import HeaderError, InputError, install_command
+from dare.errors import HeaderError, InputError
 from dare.inputs.quantised import read_quantised
 from dare.inputs.sources import (
     InputFiles,
@@ -45,7 +48,13 @@ CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
 MAX_VALUES = 10_000_000  # the limit for one value of a pickle; repeated parts are counted each time
+MAX_DEPTH = 1000  # of values inside each other
+FILLING = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")  # opcodes
 PIECE_ELEMENTS = 1 << 18  # elements of a tensor that is not contiguous which are gathered at once
+MAX_NUMBER = 1 << 63  # of a shape, a stride or a place
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("torch_bin.toml").read_text("utf-8"))
+STORAGE_DTYPES: dict[str, str] = _TABLES["storages"]
+HARMLESS_NAME = re.compile("|".join(_TABLES["harmless"]))
 
 
 class TorchSource(InputFiles):
@@ -73,17 +82,17 @@ class TorchSource(InputFiles):
             raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
         with self.open_header(file) as opened:
             assert isinstance(opened, LocalFile)
-            edges = _read_edges(opened.file_descriptor, file)
+            pickled, records = _read_archive(opened.file_descriptor, file)
         held = set()
-        for name, value in self._state_dict(_load(file), file).items():
+        for name, value in self._state_dict(_unpickle(pickled, file), file).items():
             if not isinstance(name, str) or not _is_tensor(value):
-                self.left_out += (_shown(name),)
+                self.left_out += (_key_text(name),)
                 continue
-            info = _describe(value, file, name, edges)
+            info = _describe(value, file, name, records)
             admit(info, (), str(file))
             self.add(info, file)
-            if not value.is_contiguous():
-                self._strides[name] = tuple(value.stride())
+            if not value.is_contiguous:
+                self._strides[name] = value.strides
             held.add(name)
         return held
 
@@ -94,7 +103,7 @@ class TorchSource(InputFiles):
         for key in CONTAINERS:
             inner = loaded.get(key)
             if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
-                self.left_out += tuple(_shown(other) for other in loaded if other != key)
+                self.left_out += tuple(_key_text(other) for other in loaded if other != key)
                 return inner
         return loaded
 
@@ -139,128 +148,234 @@ def check_allowed(opening: Opening) -> None:
         raise InputError(f"{opening.path}: {why}; {how}")
 
 
-def _read_edges(file_descriptor: int, file: Path) -> list[int]:
-    """Return the latest ends of the archive's records: the next one's start, or the file's end."""
+def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, range]]:
+    """Return an archive's pickle, and the bytes of the file that each of its records takes."""
     try:
         with os.fdopen(os.dup(file_descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
             stored = [i for i in infos if i.compress_type == zipfile.ZIP_STORED]
-            small = [i for i in stored if i.file_size <= MAX_PICKLE_BYTES]
-            pickles = [archive.read(i) for i in small if i.filename.endswith(".pkl")]
+            lists = [i for i in stored if i.filename.endswith("/data.pkl")]
+            small = [archive.read(i) for i in lists if i.file_size <= MAX_PICKLE_BYTES]
+            records = {i.filename.partition("/")[2]: _find_record(stream, i) for i in stored}
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, OSError, EOFError):
-        raise InputError(f"{file}: {_what_else(file)}") from None
+        raise InputError(f"{file}: {_describe_other(file)}") from None
     if is_big:
         raise InputError(f"{file}: was written on a big-endian machine; save it again elsewhere")
     if any(info.filename.endswith("/constants.pkl") for info in infos):
         raise InputError(f"{file}: is a TorchScript program; save its state_dict() instead")
-    if any(i.filename.endswith(".pkl") and i.file_size > MAX_PICKLE_BYTES for i in infos):
+    if len(small) < len(lists):
         raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
     if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
-    if any(_count_values(pickled) > MAX_VALUES for pickled in pickles):
-        raise InputError(f"{file}: its pickle expands to more than {MAX_VALUES} values")
-    return sorted([*(info.header_offset for info in infos), os.fstat(file_descriptor).st_size])
+    return small[0] if len(small) == 1 else b"", records
 
 
-def _count_values(pickled: bytes) -> int:
-    """Count the values that the largest value of a pickle stands for, as far as it can be read.
+def _find_record(stream: io.BufferedReader, info: zipfile.ZipInfo) -> range:
+    """Return a record's bytes; before them stand a name and more, as long as its header says."""
+    stream.seek(info.header_offset + 26)
+    name_bytes, more_bytes = struct.unpack("<HH", stream.read(4))
+    start = info.header_offset + 30 + name_bytes + more_bytes
+    if start + info.file_size > os.fstat(stream.fileno()).st_size:
+        raise zipfile.BadZipFile
+    return range(start, start + info.file_size)
+
+
+def _check_values(pickled: bytes, file: Path) -> None:
+    """Refuse a pickle of more values than anybody can hash or print, or of values too deep.
 
     A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
-    stand for 2⁵⁰ values, and whoever hashes or prints the last one never comes to an end. The
-    opcodes are walked without being run, by the effect that `pickletools` says each has.
+    stand for 2⁵⁰ values. One inside the other, they would overflow the stack. The opcodes are
+    walked without being run, by the effect that `pickletools` says each has.
     """
-    stack: list[int | None] = []  # sizes; None is a mark
-    memo: dict[Any, int] = {}
-    largest = 0
-    with suppress(ValueError, IndexError, struct.error, OverflowError):  # damaged: torch says so
-        for opcode, argument, _ in pickletools.genops(pickled):
-            name = opcode.name
-            if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                memo[len(memo) if name == "MEMOIZE" else argument] = _top(stack)
-            elif name in ("GET", "BINGET", "LONG_BINGET"):
-                stack.append(memo.get(argument, 1))
-            elif name == "MARK":
-                stack.append(None)
-            else:
-                value = 1 + sum(_take(stack, opcode))
-                stack += [value] * len(opcode.stack_after)
-                largest = max(largest, _top(stack))
-                if largest > MAX_VALUES:
-                    break
-    return largest
+    stack: list[tuple[int, int] | None] = []  # each one's values, and its depth; None is a mark
+    memo: dict[Any, tuple[int, int] | None] = {}
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            place = len(memo) if argument is None else argument
+            if place > len(pickled):
+                raise ValueError("memory for as many values would be taken")
+            memo[place] = stack[-1]
+        elif opcode.name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif opcode.name == "MARK":
+            stack.append(None)
+        else:
+            taken = _take(stack, opcode)
+            values, depth = 1 + sum(n for n, _ in taken), 1 + max((d for _, d in taken), default=0)
+            if opcode.name in FILLING:  # what was taken last is filled with the others
+                depth = max(taken[-1][1], 1 + max((d for _, d in taken[:-1]), default=0))
+            if values > MAX_VALUES or depth > MAX_DEPTH:
+                limit = f"{MAX_VALUES} values, or to more than {MAX_DEPTH} inside each other"
+                raise InputError(f"{file}: its pickle expands to more than {limit}")
+            stack += [(values, depth)] * len(opcode.stack_after)
 
 
-def _top(stack: list[int | None]) -> int:
-    return (stack[-1] if stack else 0) or 0
-
-
-def _take(stack: list[int | None], opcode: pickletools.OpcodeInfo) -> list[int]:
-    """Pop an opcode's arguments: a number of values, or all down to the last mark."""
+def _take(
+    stack: list[tuple[int, int] | None], opcode: pickletools.OpcodeInfo
+) -> list[tuple[int, int]]:
+    """Pop an opcode's arguments, the last first: some values, or all down to the last mark."""
     count = len(opcode.stack_before)
-    taken: list[int] = []
+    taken = []
     if pickletools.markobject in opcode.stack_before:
-        while stack and (size := stack.pop()) is not None:
-            taken.append(size)
+        while (value := stack.pop()) is not None:
+            taken.append(value)
         count = opcode.stack_before.index(pickletools.markobject)
-    for _ in range(min(count, len(stack))):
-        taken.append(stack.pop() or 0)
-    return taken
+    return taken + [stack.pop() or (1, 1) for _ in range(count)]
 
 
-def _what_else(file: Path) -> str:
+def _describe_other(file: Path) -> str:
     beginning = read_beginning(file, 64)
     if beginning.startswith(b"\x80"):
         return "in the format of torch before 1.6; load it with torch and save it again"
     return "not a file of torch.save (a zip archive), or it is truncated"
 
 
-def _load(file: Path) -> object:
-    """Read the pickle without running anything in it, and without reading weights."""
+# ---------------------------------------------------------------- a pickle without programs
+
+
+# Tuples with names: a pickle can set the state of other objects, and nothing of these.
+
+
+class Storage(NamedTuple):
+    """A storage as a pickle names it."""
+
+    dtype: str
+    key: str
+    nbytes: int
+
+
+class PickledName(NamedTuple):
+    """A name in a pickle. Called as a function, it makes a tensor of its arguments, or nothing."""
+
+    name: str
+
+    def __call__(self, *arguments: Any) -> Any:
+        return MAKERS[self.name](*arguments) if self.name in MAKERS else self
+
+
+class FileTensor(NamedTuple):
+    """A tensor as a pickle describes it, by the arguments that torch would make it from."""
+
+    storage: Storage
+    start: int  # in elements of the storage
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    needs_gradient: bool = False
+    hooks: object = None
+    marks: Mapping[str, bool] | None = None  # `conj`: the values are not those that are stored
+    own_dtype: PickledName | None = None  # if it is not the storage's
+
+    @property
+    def dtype(self) -> str:
+        return self.own_dtype.name.removeprefix("torch.") if self.own_dtype else self.storage.dtype
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if its elements follow each other in its own order."""
+        expected = 1
+        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if size > 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+
+def _make_tensor(*arguments: Any) -> FileTensor:
+    """Make a tensor of what a pickle has; refuse what cannot be one."""
+    tensor = FileTensor(*arguments)
+    kinds = {"storage": Storage, "marks": Mapping | None, "own_dtype": PickledName | None}
+    is_sound = all(isinstance(getattr(tensor, name), kind) for name, kind in kinds.items())
+    counts = (tensor.start, *tensor.shape, *tensor.strides)
+    if not is_sound or len(tensor.shape) != len(tensor.strides) or not all(map(_is_count, counts)):
+        raise ValueError("not a tensor")
+    return tensor
+
+
+def _make_typed(*arguments: Any) -> FileTensor:
+    *plain, dtype = arguments[:7]
+    return _make_tensor(*plain, *(arguments[7:] or [None]), dtype)
+
+
+# What torch calls to make tensors; parameters and subclasses are the tensors that they hold.
+MAKERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _make_tensor,
+    "torch._utils._rebuild_tensor_v3": _make_typed,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+    "torch._tensor._rebuild_from_type_v2": lambda make, _type, arguments, _state: make(*arguments),
+}
+
+
+class ForbiddenNameError(pickle.UnpicklingError):
+    """A pickle names something that no file of weights needs."""
+
+
+class WeightsUnpickler(pickle.Unpickler):
+    """Reads a state dict; no name in it stands for anything but a value of this module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        if full == "collections.OrderedDict":
+            return OrderedDict
+        if full in MAKERS or HARMLESS_NAME.fullmatch(full):
+            return PickledName(full)
+        raise ForbiddenNameError(full)
+
+    def persistent_load(self, pid: Any) -> Storage:
+        _, kind, key, _device, count = pid
+        if not _is_count(count):
+            raise ValueError(f"{count!a} elements")
+        dtype = STORAGE_DTYPES.get(kind.name.rpartition(".")[2], kind.name)
+        itemsize = BY_TORCH_NAME[dtype].itemsize if dtype in BY_TORCH_NAME else 0
+        return Storage(dtype, key, count * itemsize)
+
+
+def _unpickle(pickled: bytes, file: Path) -> object:
+    """Read the list of tensors without running anything in it."""
     try:
-        import torch
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError:
-        raise InputError(f"{file}: needs torch: {install_command('torch')}") from None
-    try:
-        with FakeTensorMode():
-            return torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if refused is None:
-            text = f"{file}: its pickle is damaged, or not one that torch.save writes"
-            raise InputError(text) from None
+        _check_values(pickled, file)
+        return WeightsUnpickler(io.BytesIO(pickled)).load()
+    except InputError:
+        raise
+    except ForbiddenNameError as error:
         raise InputError(
-            f"{file}: refused, because it contains more than weights ({refused[1]}), and could run "
+            f"{file}: refused, because it contains more than weights ({error}), and could run "
             "any program. If you trust it, load it with torch and save it as safetensors"
         ) from None
-    except Exception as error:  # a damaged file can make torch raise anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InputError(f"{file}: torch cannot load it ({reason})") from error
+    except Exception:  # whatever damage can lead to
+        text = f"{file}: its pickle is damaged, or not one that torch.save writes"
+        raise InputError(text) from None
 
 
-def _shown(name: object) -> str:
+def _key_text(name: object) -> str:
     """Return a key as text: any value can be one."""
     return name if isinstance(name, str) else f"{name!a:.80}"
 
 
 def _is_tensor(value: object) -> bool:
-    import torch
+    """Tell if a value is a tensor, be it one of a kind that is refused."""
+    return isinstance(value, FileTensor) or (
+        isinstance(value, PickledName) and "._rebuild" in value.name
+    )
 
-    return isinstance(value, torch.Tensor)
 
-
-def _describe(tensor: Any, file: Path, name: str, edges: Sequence[int]) -> TensorInfo:
-    """Say what a tensor is and where it begins; check that all of it lies in one record."""
-    dtype = BY_TORCH_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_conj():
-        raise InputError(f"{file}: {name} is {tensor.dtype}, {tensor.layout}; give a plain tensor")
-    shape = tuple(tensor.shape)
-    record = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
-    info = TensorInfo(name, dtype, shape, record + tensor.storage_offset() * dtype.itemsize)
-    end = next(iter(edges[bisect_right(edges, record) :]), -1)
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, tensor.stride(), strict=True))
+def _describe(value: Any, file: Path, name: str, records: Mapping[str, range]) -> TensorInfo:
+    """Say what a tensor is and where it begins; check that all of it lies in its record."""
+    kind = value.dtype if isinstance(value, FileTensor) else value.name.partition("_rebuild_")[2]
+    dtype = BY_TORCH_NAME.get(kind)
+    if dtype is None or any((value.marks or {}).values()):
+        raise InputError(f"{file}: {name} is {kind}, or a view of it; give a plain tensor")
+    shape, strides, storage = tuple(value.shape), value.strides, value.storage
+    record = records.get(f"data/{storage.key}", range(0))
+    info = TensorInfo(name, dtype, shape, record.start + value.start * dtype.itemsize)
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    end = min(record.stop, record.start + storage.nbytes)
     if info.position(0 if 0 in shape else extent) > end:
         raise HeaderError(f"{file}: {name} reaches beyond its record; the file is truncated")
     return info
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and 0 <= number < MAX_NUMBER

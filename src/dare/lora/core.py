@@ -15,7 +15,7 @@ import numpy as np
 
 from dare.inputs.sources import Raw, SourceView
 from dare.kernels.linalg import Doubles
-from dare.lora.reading import AdapterFile, Module
+from dare.lora.reading import AdapterFile, LoraModule
 from dare.lora.svd import Floats, LowRank, Wanted, check_finite, truncate_core
 
 
@@ -53,14 +53,14 @@ def _find_core(factors: Mapping[int, tuple[Floats, Floats, float]], where: str) 
     return Core(left, right, matrices)
 
 
-FindCore = Callable[[Module], Core]
+FindCore = Callable[[LoraModule], Core]
 
 
 def keep_last(adapters: Sequence[AdapterFile]) -> FindCore:
     """Return a search for the core space of modules; it keeps the last one that it found."""
 
     @lru_cache(maxsize=1)
-    def find(module: Module) -> Core:
+    def find(module: LoraModule) -> Core:
         pairs = zip(module.owners, module.pairs, strict=True)
         factors = {n: (*adapters[n].read_pair(module.name), pair.scaling) for n, pair in pairs}
         return _find_core(factors, module.name)
@@ -68,7 +68,7 @@ def keep_last(adapters: Sequence[AdapterFile]) -> FindCore:
     return find
 
 
-def core_bytes(module: Module) -> int:
+def core_bytes(module: LoraModule) -> int:
     """Estimate the memory of finding the space of a module: factors and vectors, each twice."""
     rank = sum(module.ranks)
     one = 4 * 8 * rank * sum(module.shape) + 16 * len(module.ranks) * rank**2
@@ -82,7 +82,7 @@ class CoreSource(SourceView):
         self,
         number: int,
         adapters: Sequence[AdapterFile],
-        modules: Sequence[Module],
+        modules: Sequence[LoraModule],
         find: FindCore,
     ) -> None:
         adapter = adapters[number]

@@ -35,7 +35,7 @@ from dare.inputs.sources import (
     read_floats,
 )
 from dare.lora.core import CoreSource, FindCore, core_bytes, keep_last
-from dare.lora.reading import HOW_ELSE, AdapterFile, Module, open_adapters
+from dare.lora.reading import HOW_ELSE, AdapterFile, LoraModule, open_adapters
 from dare.lora.svd import (
     LowRank,
     Wanted,
@@ -52,8 +52,8 @@ from dare.lora.writing import (
     ModuleReport,
     peft_config,
 )
+from dare.output.memory import MemorySink
 from dare.output.receipt import inputs_of_output, portable_path, short_name
-from dare.output.sink import ArraySink
 from dare.planning.make import rate_notes
 from dare.planning.plan import Plan
 from dare.recipe.document import overlaid, parameter_names
@@ -79,7 +79,7 @@ class AdapterPlan(Shown):
     recipe: Recipe
     options: RunOptions
     adapters: tuple[AdapterFile, ...]
-    modules: tuple[Module, ...]
+    modules: tuple[LoraModule, ...]
     wanted: Wanted | None  # None keeps everything
     weights: tuple[float, ...]
     dtype: StorageType
@@ -126,7 +126,7 @@ class AdapterPlan(Shown):
         most = max(map(self._module_bytes, self.modules))
         return most if self.is_stacked else max(most, self.engine_plan.cost.matrix_work)
 
-    def _module_bytes(self, module: Module) -> int:
+    def _module_bytes(self, module: LoraModule) -> int:
         if self.space == "core":
             return core_bytes(module)
         if self.wanted is not None and not self.is_additive:
@@ -299,7 +299,7 @@ class MergeAdapters(AdapterWork[AdapterReport]):
         )
         return report, _config(plan, modules), _how(plan, self.layout.target)
 
-    def _put(self, module: Module, merged: LowRank) -> None:
+    def _put(self, module: LoraModule, merged: LowRank) -> None:
         """Store both factors as PEFT does, with the dimensions of a convolution at the end."""
         pair, rank = module.pairs[0], merged.rank
         word, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
@@ -321,7 +321,7 @@ def _plain_weights(recipe: Recipe) -> tuple[float, ...]:
     return tuple(map(float, weights))
 
 
-def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module]:
+def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[LoraModule]:
     """Yield the modules that an adapter changes with a weight other than 0, in order of name."""
     for name in sorted({name for adapter in adapters for name in adapter.pairs}):
         owners = [
@@ -333,7 +333,7 @@ def _modules(adapters: Sequence[AdapterFile], recipe: Recipe) -> Iterator[Module
             pairs = tuple(adapters[place].pairs[name] for place in owners)
             is_transposed = pairs[0].is_embedding or adapters[0].adapter.fan_in_fan_out
             has_bias = any(name in adapter.biases for adapter in adapters)
-            yield Module(name, tuple(owners), pairs, "F" if is_transposed else "C", has_bias)
+            yield LoraModule(name, tuple(owners), pairs, "F" if is_transposed else "C", has_bias)
 
 
 def _notes(plan: AdapterPlan) -> Iterator[Notice]:
@@ -366,7 +366,7 @@ def _notes(plan: AdapterPlan) -> Iterator[Notice]:
 # ---------------------------------------------------------------- the modules
 
 # A module, the merged factors of each expert, and the bias of lora_B where there is one.
-Merged = tuple[Module, list[LowRank], Floats | None]
+Merged = tuple[LoraModule, list[LowRank], Floats | None]
 
 
 def _summed(plan: AdapterPlan) -> Iterator[Merged]:
@@ -382,7 +382,7 @@ def _summed(plan: AdapterPlan) -> Iterator[Merged]:
             yield module, merged, _bias_sum(plan, module) if module.has_bias else None
 
 
-def _stack(plan: AdapterPlan, module: Module) -> Iterator[LowRank]:
+def _stack(plan: AdapterPlan, module: LoraModule) -> Iterator[LowRank]:
     """Put all factors of a module side by side, with weights and scalings in the left ones."""
     lefts, rights = [], []
     for owner, pair in zip(module.owners, module.pairs, strict=True):
@@ -398,7 +398,7 @@ def _stack(plan: AdapterPlan, module: Module) -> Iterator[LowRank]:
         yield LowRank(left, right, max(squared, 0.0), lost=0.0)
 
 
-def _bias_sum(plan: AdapterPlan, module: Module) -> Floats:
+def _bias_sum(plan: AdapterPlan, module: LoraModule) -> Floats:
     rows, tensor = module.shape[0], f"{module.name}.bias"
     total = np.zeros(rows, np.float32)
     for owner in module.owners:
@@ -417,7 +417,7 @@ def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
 
     def merge(name: str) -> Floats:
         """Let the engine merge one tensor of the plan; flat."""
-        sink = ArraySink([tensors[name].base])
+        sink = MemorySink.with_room([tensors[name].base])
         execute(replace(whole, tensors=(tensors[name],)), sink, known=conclusions)
         return sink.arrays[name].view(np.float32)
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
+from dare.inputs.adapter_tensors import read_block
 from dare.inputs.lora import LoraSource
-from dare.inputs.products import read_block
 from dare.inputs.sources import RenamedSource
 from dare.tensors.files import read_limited
 from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo, parse_json
@@ -54,7 +54,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Module:
+class LoraModule:
     """One module or parameter of the result: the adapters that have it, and its factors there."""
 
     name: str

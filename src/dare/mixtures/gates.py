@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from dare.errors import InputError
 from dare.inputs.directory import TOKENIZER_CONFIG, read_json, read_text
-from dare.inputs.loaded import load_live
 from dare.inputs.sources import Source, hold_open, read_floats
+from dare.inputs.transformers_models import load_live
 from dare.inputs.vocabulary import TOKENIZER_FILE
 from dare.mixtures.mixture import RANDOM, Mixture
 from dare.tensors.mask import mask_key, philox4x32

@@ -1,4 +1,4 @@
-"""Places for the bytes of an output: arrays, files at their offsets, pieces whose size shows later.
+"""Places for the bytes of an output: files at their offsets, pieces whose size shows later.
 
 A worker puts bytes into a sink and knows nothing else of the output. Whoever has the output open
 (`dare.output.output`) also asks a sink of files what it expects, reads back and still needs.
@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,36 +40,22 @@ Metadata = Mapping[str, Mapping[str, str]]  # by file
 Pieces = Iterable[tuple[int, int] | bytes]  # parts of a tensor: start and size, or the bytes
 
 
-class Sink(Protocol):
-    """Somewhere to put merged tensors; may be called from any thread."""
+class Sink:
+    """Takes merged tensors, from any thread; this one keeps nothing of them."""
 
-    def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
-        """Return memory for a tensor's bytes that is part of the output; None: call `write`."""
+    def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:  # noqa: ARG002
+        """Return the memory in which a tensor's bytes can be made; None if they must be written."""
+        return None
 
-    def position(self, name: str, offset: int) -> int:
-        """Return the position of a tensor's byte in its file, to align buffers in the same way."""
+    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
+        """Return the position of a tensor's byte in its file, for data to be aligned alike."""
+        return 0
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Store a tensor's bytes from `offset` on."""
 
 
-class ArraySink:
-    """Keeps merged tensors in memory."""
-
-    def __init__(self, tensors: Iterable[TensorInfo]) -> None:
-        self.arrays = {info.name: np.empty(info.nbytes, np.uint8) for info in tensors}
-
-    def place(self, name: str, offset: int, nbytes: int) -> Bytes:
-        return self.arrays[name][offset : offset + nbytes]
-
-    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
-        return 0
-
-    def write(self, name: str, offset: int, data: Bytes) -> None:
-        self.place(name, offset, data.size)[:] = data
-
-
-class FileSink:
+class FileSink(Sink):
     """The files of an output under way, written at any place, by any thread or process."""
 
     def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:

@@ -214,7 +214,7 @@ def _checked_manifest(file: Path, header: Header, problems: list[Notice]) -> Man
 
 
 def _digest_tensors(
-    source: FileSource, advance: Callable[[int], None], weights: hashlib._Hash | None
+    source: FileSource, advance: Callable[[int], None], weights: Any | None
 ) -> dict[str, str]:
     """The digest of every tensor, chunks of which are read in threads; all go into `weights`."""
 

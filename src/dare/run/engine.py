@@ -29,7 +29,7 @@ from dare.inputs.sources import hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Identity, Output, Publisher, SoleWriter
-from dare.output.sink import ArraySink, FileSink, Metadata, Sink
+from dare.output.sink import FileSink, Metadata, Sink
 from dare.output.store import StorePublisher
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
@@ -322,7 +322,7 @@ def do_census_steps(
         pairs = zip(steps, results, strict=True)
         found.update((step.id, result) for step, result in pairs if isinstance(step, kind))
 
-    _run_steps(plan, steps, ArraySink(()), progress, known, collect)
+    _run_steps(plan, steps, Sink(), progress, known, collect)
     return found
 
 

@@ -45,7 +45,7 @@ from dare.inputs.sources import (
 from dare.kernels.linalg import one_blas_thread
 from dare.output.receipt import inputs_of_output
 from dare.output.sidecars import with_sidecars
-from dare.output.sink import ArraySink, Bytes
+from dare.output.sink import Bytes, Sink
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
@@ -224,11 +224,10 @@ class _Maker(threading.local):
         return result
 
 
-class _Room(ArraySink):
+class _Room(Sink):
     """A sink in which every chunk has the same place."""
 
     def __init__(self, room: Bytes) -> None:
-        super().__init__(())
         self._room = room
 
     def place(self, name: str, offset: int, nbytes: int) -> Bytes:  # noqa: ARG002

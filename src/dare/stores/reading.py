@@ -53,7 +53,7 @@ _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _REGION = re.compile(r"(?:expecting '|<Region>)([a-z0-9-]{3,30})")
 _RETRIED = re.compile(r"after (\d+) retries")
 _METADATA = re.compile(r"//[^/]+/latest/(?:api/token|meta-data)")  # asked for a role
-SOUGHT = "the environment, the profiles in ~/.aws, or a role of this machine"
+CREDENTIAL_PLACES = "the environment, the profiles in ~/.aws, or a role of this machine"
 
 Result = TypeVar("Result")
 # The entries of a folder by name: the size of a file, None for a folder.
@@ -460,7 +460,7 @@ def explained(path: Address, error: Exception, *, writes: bool = False) -> Input
         where = f"is in another region{f', {region[1]}' if region else ''}; set AWS_REGION to it"
         return InputError(f"{path}: the bucket {path.authority} {where}")
     if path.store.speaks_s3 and _lacks_credentials(path, error, number):
-        return Forbidden(f"{path}: no credentials were found in {SOUGHT}; {remedy}")
+        return Forbidden(f"{path}: no credentials were found in {CREDENTIAL_PLACES}; {remedy}")
     if number in ("401", "403"):
         return Forbidden(f"{path}: the store denies access ({answer}); {remedy}")
     if isinstance(error, exceptions.NotSupportedError):

@@ -20,7 +20,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dare.api import AnyRecipe, make_request, merge
-from dare.deltas.memory import (
+from dare.documents.words import named, show_size, times
+from dare.errors import InputError, OutputError, RecipeError
+from dare.inputs.opening import Inputs
+from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
+from dare.output.memory import (
     WRITING,
     Arrays,
     Home,
@@ -31,10 +35,6 @@ from dare.deltas.memory import (
     make_arrays,
     names_in,
 )
-from dare.documents.words import named, show_size, times
-from dare.errors import InputError, OutputError, RecipeError
-from dare.inputs.opening import Inputs
-from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
 from dare.output.receipt import digests_of
 from dare.planning.plan import Plan
 from dare.recipe.document import with_settings
@@ -157,7 +157,7 @@ class Candidates:
         found: list[Source] = []
         for file, source in zip(files, (opened.base, *opened.models), strict=True):
             earlier, held = self._kept[file]
-            if _times(source) != _times(earlier):
+            if _file_stamps(source) != _file_stamps(earlier):
                 changed = ", ".join(map(str, source.files))
                 raise InputError(f"{changed}: changed since it was read; run the search again")
             is_same = not recipe.weighs_rows and source.fingerprint() == earlier.fingerprint()
@@ -165,7 +165,7 @@ class Candidates:
         return found
 
 
-def _times(source: Source) -> list[Any]:
+def _file_stamps(source: Source) -> list[Any]:
     """Return sizes, times and places of its files, which a new name does not change."""
     return [stamp[:-1] for stamp in stamps_of(source)]
 
@@ -249,7 +249,7 @@ class _Live:
         self, recipe: Recipe, held: Callable[[], Candidates], load_model: LoadModel | None
     ) -> None:
         from dare.inputs.hub import resolve
-        from dare.inputs.loaded import load_live
+        from dare.inputs.transformers_models import load_live
 
         self._held = held
         base = resolve(recipe.base, verbose=False).path

@@ -22,8 +22,8 @@ from dare.studies.results import (
     ALONE,
     NOT_COMPARED,
     Conclusion,
+    Contender,
     Difference,
-    Entry,
     Holdout,
     Ranked,
     Role,
@@ -46,7 +46,7 @@ from dare.studies.statistics import (
 def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     """Take the best of all settings and baselines, compare it with them, and say what limits it."""
     recipe = request_from_document(data.recipe, "the study's recipe").recipe
-    entries = _entries(recipe, [*data.baselines, *data.trials])
+    entries = _contenders(recipe, [*data.baselines, *data.trials])
     if not entries:
         return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
     contest = _Contest(Judge.by(data.objective, data.guards), recipe, entries, resamples)
@@ -119,21 +119,21 @@ class Judge:
         return found | self.objective.directions(names)
 
 
-def _entries(recipe: Recipe, trials: Iterable[Trial]) -> list[Entry]:
+def _contenders(recipe: Recipe, trials: Iterable[Trial]) -> list[Contender]:
     """Put done trials together by name or setting, but for the one that tells the noise."""
     found: dict[str, list[Trial]] = {}
     for trial in trials:
         if trial.is_done and trial.scored is not None and trial.role not in NOT_COMPARED:
             found.setdefault(trial.name or key_of(trial.settings), []).append(trial)
-    return [_entry(recipe, same, same[0].name) for same in found.values()]
+    return [_contender(recipe, same, same[0].name) for same in found.values()]
 
 
-def _entry(recipe: Recipe, trials: Sequence[Trial], name: str) -> Entry:
+def _contender(recipe: Recipe, trials: Sequence[Trial], name: str) -> Contender:
     """Return trials of one setting or baseline; tell if another seed would give other weights."""
     settings, role = trials[0].settings, trials[0].role
     is_setting = bool(settings) or role is Role.SETTING
     is_drawn = is_setting and is_random(with_settings(recipe, settings))
-    return Entry(tuple(trials), name, is_drawn)
+    return Contender(tuple(trials), name, is_drawn)
 
 
 def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class _Contest:
     """Settings and baselines that one evaluator has scored."""
 
     def __init__(
-        self, judge: Judge, recipe: Recipe, entries: Sequence[Entry], resamples: int
+        self, judge: Judge, recipe: Recipe, entries: Sequence[Contender], resamples: int
     ) -> None:
         self.judge, self.recipe, self.entries, self.resamples = judge, recipe, entries, resamples
         self.table = resample(entries, judge.objective, resamples=resamples)
@@ -214,8 +214,8 @@ def _holdout(
         is_outdated = not own and any(trial.name in roles for trial in data.holdout)
         return None, None, [*failed, *([notice("holdout_outdated")] if is_outdated else [])]
     try:
-        others = _entries(recipe, (t for t in data.holdout if t.name not in (name, *roles)))
-        entries = [_entry(recipe, done, best.baseline), *others]
+        others = _contenders(recipe, (t for t in data.holdout if t.name not in (name, *roles)))
+        entries = [_contender(recipe, done, best.baseline), *others]
         contest = _Contest(judge, recipe, entries, chosen_by.resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
@@ -327,7 +327,7 @@ def _of_others(contest: _Contest, noise: float | None, data: StudyData) -> Itera
         )
 
 
-def _of_seeds(data: StudyData, best: Entry) -> Iterator[Notice]:
+def _of_seeds(data: StudyData, best: Contender) -> Iterator[Notice]:
     """Say what more seeds might show."""
     count = len(best.trials)
     if best.name or not best.is_random:

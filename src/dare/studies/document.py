@@ -27,7 +27,7 @@ from dare.documents.document import (
     Tone,
     tabulate,
 )
-from dare.documents.notices import Severity, notice, notice_from_dict
+from dare.documents.notices import Severity, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
 from dare.documents.words import NOTHING, listed, time_text, times, value_text
@@ -124,7 +124,7 @@ class SearchResult(Shown):
         by = without_folders(self.data.evaluator)
         if kind == EXAMPLES:
             by = f"{kind}{colon}{','.join(Path(file).name for file in files.split(','))}"
-        sentence = f"Measured by `dare search` ({inline(by)}): {_measured(self.conclusion)}"
+        sentence = f"Measured by `dare search` ({inline(by)}): {_measured_text(self.conclusion)}"
         rows = ([inline(cell) for cell in row] for row in table.rows)
         return f"{sentence}\n\n{markdown_rows(heads, rule, *rows)}\n"
 
@@ -145,7 +145,7 @@ class SearchResult(Shown):
             "output": str(recipe.output or usual_output(recipe.base)),
         }
         lines = [f"The best of {self.study.as_posix()}{SIGNED}"]
-        for sentence in grounds(self.data, self.conclusion):
+        for sentence in list_evidence(self.data, self.conclusion):
             lines += textwrap.wrap(printable(sentence), 96, subsequent_indent="  ")
         return "\n".join([*(f"# {line}" for line in lines), "", write_toml(tables)])
 
@@ -187,10 +187,7 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
         output=study.note("output"),
         norms=study.note("norms") or {},
         command=study.note("command") or "",
-        notices=(
-            *(notice("study_remark", text=t.rstrip(".")) for t in study.note("remarks") or ()),
-            *map(notice_from_dict, study.note("notices") or ()),
-        ),
+        notices=tuple(map(notice_from_dict, study.note("notices") or ())),
     )
     conclusion = conclude(data, resamples=resamples)
     scored = study.beside(HOLDOUT)
@@ -274,7 +271,7 @@ def study_document(
         title=title if data.is_finished else "Not finished yet",
         kind="search",
         tone=tone if data.is_finished else Tone.PLAIN,
-        lead=f"{lead} {counted(data)}.".lstrip(),
+        lead=f"{lead} {progress_text(data)}.".lstrip(),
         facts=tuple(facts(data, conclusion)),
         sections=sections,
         notices=tuple(notices if is_long else notices[:MOST_NOTICES]),
@@ -360,14 +357,14 @@ def has_no_items(conclusion: Conclusion) -> bool:
 def facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     """Yield label and sentence of what decides."""
     if conclusion.tasks:
-        yield "Measured", _measured(conclusion)
+        yield "Measured", _measured_text(conclusion)
     if data.evaluator.startswith(f"{EXAMPLES}:"):
         yield "Training", TEXTS["overlap"]
     if data.left_out:
         yield "Left out", f"{listed(data.left_out)}: unrelated to the others by their weights"
 
 
-def _measured(conclusion: Conclusion) -> str:
+def _measured_text(conclusion: Conclusion) -> str:
     """Return on how much the scores by task were measured, and whether that has chosen."""
     counts = sorted({task.items for task in conclusion.tasks if task.name})
     examples = "scores without items" if not counts or not counts[0] else f"{counts[0]:,} examples"
@@ -386,7 +383,7 @@ def holdout_text(holdout: Holdout) -> str:
     return f"{holdout.objective} on held-out data, {where}: {change}."
 
 
-def grounds(data: StudyData, conclusion: Conclusion) -> Iterator[str]:
+def list_evidence(data: StudyData, conclusion: Conclusion) -> Iterator[str]:
     """Yield the evidence for what is taken, and against it, a line each."""
     title, _, sure = headline(data, conclusion)
     yield f"The best: {title}. {sure}"
@@ -406,7 +403,7 @@ def _evidence(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
         yield "Noise", f"two scorings of the same weights {noise}"
 
 
-def counted(data: StudyData) -> str:
+def progress_text(data: StudyData) -> str:
     """Return how many of the planned trials are done, and what became of the others."""
     counts = Counter(trial.state for trial in data.trials)
     planned = times(data.planned, "trial")
@@ -434,7 +431,7 @@ def _study_facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str,
     yield "Objective", objective_text(data.objective)
     yield "Guards", "; ".join(data.guards) or "none"
     seconds = sum(trial.seconds for trial in data.all_trials)
-    yield "Trials", f"{counted(data)}, in {time_text(seconds)} by {data.sampler}"
+    yield "Trials", f"{progress_text(data)}, in {time_text(seconds)} by {data.sampler}"
     if any(trial.is_random for trial in data.all_trials):
         yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
     yield from ((name, values_text(values)) for name, values in data.space.items())
@@ -542,10 +539,10 @@ def _trials(data: StudyData) -> Iterator[Part]:
 
     heads = ("trial", "objective", *scores, *settings, "seed", "state", "guards broken", "seconds")
     rows = [*map(cells, trials)]
-    told = [n for n, _ in enumerate(heads) if n < 2 or any(row[n] is not None for row in rows)]
+    shown = [n for n, _ in enumerate(heads) if n < 2 or any(row[n] is not None for row in rows)]
     yield SortableTable(
-        tuple(heads[n] for n in told),
-        tuple(tuple(row[n] for n in told) for row in rows),
+        tuple(heads[n] for n in shown),
+        tuple(tuple(row[n] for n in shown) for row in rows),
         tuple(trial.scored is not None for trial in trials),
         "Baselines and trials",
     )

@@ -228,7 +228,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Contender:
     """The scored trials of a setting with its seeds, or of a baseline."""
 
     trials: tuple[Trial, ...]

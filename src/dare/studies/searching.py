@@ -38,11 +38,11 @@ from dare.recipe.document import INCLUDE
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.search import Choices, Range, Search
 from dare.studies.conclusions import Judge
-from dare.studies.document import SearchResult, counted, read_study, result_of, winners
+from dare.studies.data_files import Task, read_tasks
+from dare.studies.document import SearchResult, progress_text, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest
-from dare.studies.evaluators.examples import written
+from dare.studies.evaluators.examples import evaluator_of
 from dare.studies.evaluators.kinds import Evaluator, compare_items
-from dare.studies.examples import Task, read_tasks
 from dare.studies.results import (
     ALONE,
     NOT_MERGED,
@@ -74,7 +74,7 @@ DEFAULT_TRIALS = 40
 # Fields of `[search]` that have no effect where no settings are given.
 NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
 MINUTES = 15.0  # for a search that is given no settings
-LOOK = 20  # examples of each task that the base answers before anything else
+PREVIEWED = 20  # examples of each task that the base answers before anything else
 LEAST_EXAMPLES = 60  # of a task, however little time there is
 LEAST_TRIALS = 6  # the recipe, and the average at all its scales
 INPUTS = 100  # examples of each task whose inputs make Gram matrices
@@ -207,7 +207,7 @@ def make_search(
         raise RecipeError("examples and an evaluator are given: leave out --data or --eval")
     tasks = read_tasks([Path(file) for file in table.data])
     if tasks:
-        judging, held = (written(table.data, held_out=part) for part in (False, True))
+        judging, held = (evaluator_of(table.data, held_out=part) for part in (False, True))
         signs = {task.name: task.direction for task in tasks}
         if not table.objective and set(signs.values()) != {1}:
             table = table.model_copy(update={"objective": signs})
@@ -396,7 +396,7 @@ class _Search:
         with self._scorers(self.request.evaluator) as scorers:
             self._prepare()
             if self.request.tasks:
-                self._look(scorers[0])
+                self._preview(scorers[0])
             self._score_baselines(scorers)
             self._set_rules(scorers[0])
             if self.request.tasks and self.request.usual:
@@ -429,26 +429,26 @@ class _Search:
                 start = None if self.request.usual else space.nearest()
                 self.study.keep("starts", [] if start is None else [start])
 
-    def _look(self, scorer: Scorer) -> None:
+    def _preview(self, scorer: Scorer) -> None:
         """Say what the examples were taken for, how the base does, and how long it will take."""
         if self.study.note("share") is not None:
             return
         tasks, recipes = self.request.tasks, baseline_recipes(self.request.space.recipe)
-        shown = [i for task in tasks for i in task.ids(held_out=False)[:LOOK]]
+        previewed = [i for task in tasks for i in task.ids(held_out=False)[:PREVIEWED]]
         scorer.make(recipes[Role.BASE])
-        seen, scored = scorer.look(shown), scorer.score(shown)
-        for task, look in zip(tasks, seen, strict=True):
+        previews, scored = scorer.preview(previewed), scorer.score(previewed)
+        for task, shown in zip(tasks, previews, strict=True):
             chosen, held = (len(task.ids(held_out=part)) for part in (False, True))
             self.display.announce(
                 f"{task.name}: {task.kind}; {chosen} to choose by, {held} held out"
             )
             for label in ("example", "expected", "answered"):
-                self.display.announce(f"  {label:9} {look[label]!r}")
-            some = times(min(chosen, LOOK), "example")
+                self.display.announce(f"  {label:9} {shown[label]!r}")
+            some = times(min(chosen, PREVIEWED), "example")
             score = value_text(scored.scores[task.name])
             self.display.announce(f"  base      {score} on {some}")
         every = self._ids(held_out=False)
-        each = max(scored.seconds, 1e-3) / len(shown)
+        each = max(scored.seconds, 1e-3) / len(previewed)
         contenders = self.request.planned + len(recipes)
         tries = len(recipes) + PART_SEEN * contenders  # what is held out is half as many
         affordable = round(self._seconds / (each * tries))
@@ -763,4 +763,4 @@ def live_line(data: StudyData, conclusion: Conclusion) -> str:
     """Return trials and the best so far, in a line."""
     best = conclusion.best
     found = [] if best is None else [f"best: {best.short}, {best.objective}"]
-    return printable(" · ".join([counted(data), *found]))
+    return printable(" · ".join([progress_text(data), *found]))

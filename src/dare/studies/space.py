@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,7 @@ SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not b
 MOST_IN_GRID = 100_000
 METHOD = "method"
 PLAN = "plan"  # the way of a search that is given no settings
-# What such a search tries, in this order: a method, its scales, and other settings of it.
-_SCALES = (1.0, 1.5, 0.7, 2.2, 0.5)
-_FACTORS = (1.5, 0.7, 2.2, 0.5, 1.25, 0.85, 3.0)  # of scales that are tried beside the best
-_TRIED: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
-    ("linear", _SCALES, {}),
-    ("tsv", (1.0, 1.5, 0.7), {}),
-    ("ties", (1.0, 1.5, 0.7), {}),
-    *(
-        (method, (1.0, 1.5), {"drop_rate": rate})
-        for rate in (0.5, 0.9)
-        for method in ("dare+linear", "dare+ties")
-    ),
-)
+_USUAL = tomllib.loads(files("dare.studies").joinpath("usual_merges.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -229,12 +219,14 @@ class UsualMerges:
     def first(self) -> list[dict[str, Any]]:
         """The methods, each setting once; the recipe's own comes first."""
         without = {INCLUDE + name: False for name in self.left_out}
-        own = (self.recipe.method, (self.recipe.scale,), dict[str, Any]())
-        regmean = [("regmean", (1.0, 1.5), {"gathered": self.grams})] if self.grams else []
+        methods = [{"method": self.recipe.method, "scales": [self.recipe.scale]}, *_USUAL["tried"]]
+        if self.grams:
+            given = {"gathered": self.grams}
+            methods.append({"method": "regmean", "scales": [1.0, 1.5], "settings": given})
         tried = [
-            {METHOD: method, **more, "scale": scale, **without}
-            for method, scales, more in (own, *_TRIED, *regmean)
-            for scale in scales
+            {METHOD: each["method"], **each.get("settings", {}), "scale": scale, **without}
+            for each in methods
+            for scale in each["scales"]
         ]
         chains = (with_settings(self.recipe, settings).chain for settings in tried)
         effects = [repr([(stage.name, dict(own)) for stage, own in chain]) for chain in chains]
@@ -248,17 +240,19 @@ class UsualMerges:
         return [{**best, INCLUDE + name: False} for name in kept] if len(kept) > 2 else []
 
     def _rescaled(self, best: Settings) -> list[dict[str, Any]]:
-        beside = ({**best, "scale": round(factor * best["scale"], 4)} for factor in _FACTORS)
+        beside = (
+            {**best, "scale": round(factor * best["scale"], 4)} for factor in _USUAL["factors"]
+        )
         return [settings for settings in beside if settings not in self.first][:3]
 
     @property
     def count(self) -> int:
-        """How many there are in all."""
+        """The number of settings in all."""
         one = self.first[0]
         return len(self.first) + len(self._without_each(one)) + len(self._rescaled(one))
 
     def at(self, place: int, best_before: Callable[[int], Settings | None]) -> dict[str, Any]:
-        """Return one by its place; `best_before` gives the best of those that stand before one."""
+        """Return the setting at a place; `best_before` gives the best of those before a place."""
         start, best = 0, self.first[0]
         for part in (lambda _: self.first, self._without_each, self._rescaled):
             settings = part(best)

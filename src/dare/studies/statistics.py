@@ -1,4 +1,4 @@
-"""The reach of chance: intervals over items and seeds, parts for racing.
+"""What chance can do: intervals over items and seeds. Also the parts of items for racing.
 
 Two things make a score differ when nothing is better: which items there are, and the seed of a
 random merge. For a contender by itself, items are drawn anew with replacement, within each group.
@@ -41,7 +41,7 @@ import numpy as np
 from dare.errors import InputError, RecipeError
 from dare.recipe.search import Objective
 from dare.studies.results import (
-    Entry,
+    Contender,
     Estimate,
     Scored,
     cluster_of,
@@ -82,7 +82,7 @@ class Resampled:
     is_extreme: np.ndarray  # by contender: if all items of a group are right, or all are wrong
 
     def estimate(self, place: int) -> Estimate:
-        """A contender's objective, with the interval that holds for it alone."""
+        """Return a contender's objective, with the interval that holds for it alone."""
         value = float(self.values[place])
         if not self.items and self.seeds[place] < 2:
             return Estimate(value)
@@ -93,7 +93,7 @@ class Resampled:
         return Estimate(value, *np.clip((value - high, value - low), *self.bounds).tolist())
 
     def _within_bounds(self, value: float, deviations: np.ndarray, *, is_exact: bool) -> Estimate:
-        """Wilson's interval, for whatever spread the draws have; as drawn if `is_exact`."""
+        """Return Wilson's interval for the spread that the draws have; as drawn if `is_exact`."""
         least, span = self.bounds[0], self.bounds[1] - self.bounds[0]
         part = min(1.0, max(0.0, (value - least) / span))
         shift = float(deviations.mean()) / span
@@ -111,7 +111,7 @@ class Resampled:
         return Estimate(value, least + low * span, least + high * span)
 
     def difference(self, place: int, other: int) -> Estimate:
-        """A contender's objective minus another's, on the same items.
+        """Return a contender's objective minus another's, on the same items.
 
         The interval holds for all pairs of contenders at once, and so for those that were chosen.
         """
@@ -127,7 +127,7 @@ class Resampled:
 
     @functools.cached_property
     def _reach(self) -> float:
-        """How many standard errors the farthest of all pairs reaches in 95 % of the draws."""
+        """The standard errors that the farthest of all pairs reaches in 95 % of the draws."""
         count, resamples = self.flips.shape
         flips = self.flips[:, : min(resamples, max(200, _MOST_PAIRS // count**2))]
         largest = np.zeros(flips.shape[1])
@@ -155,7 +155,7 @@ def verdict(difference: Estimate) -> str:
 
 
 def resample(
-    contenders: Sequence[Entry], objective: Objective, *, resamples: int = 2000, seed: int = 0
+    contenders: Sequence[Contender], objective: Objective, *, resamples: int = 2000, seed: int = 0
 ) -> Resampled:
     """Draw items and seeds anew, many times."""
     trials = [scored for contender in contenders for scored in contender.scored]
@@ -211,7 +211,7 @@ def _is_share(name: str, values: np.ndarray) -> bool:
 
 
 def _in_common(trials: Sequence[Scored], used: Sequence[str]) -> tuple[dict[str, list[str]], int]:
-    """For each score that is made of items in all trials: those that all have, of two clusters."""
+    """Return the items that all trials have, for each score made of at least two clusters."""
     made = [groups_of_scores(scored) for scored in trials]
     if not all(made):
         return {}, 0
@@ -246,7 +246,7 @@ class _Group:
         return cls(sums, np.bincount(places), means, _is_share(name, values))
 
     def drawn(self, streams: Sequence[np.random.Generator], resamples: int) -> np.ndarray:
-        """The means of trials on clusters drawn anew: trials × resamples."""
+        """Return the means of trials on clusters drawn anew: trials × resamples."""
         random, other = streams
         count = len(self.sizes)
         places = random.integers(count, size=(resamples, count))
@@ -266,7 +266,7 @@ class _Group:
 
     @functools.cached_property
     def is_extreme(self) -> np.ndarray:
-        """By trial: if all items are 0, or all are 1."""
+        """True for each trial whose items are all 0, or all 1."""
         wrong = self.sizes[:, None] - self.sums
         ends = (self.sums == 0).all(axis=0) | (wrong == 0).all(axis=0)
         return np.asarray(ends & self.is_share)
@@ -279,7 +279,7 @@ def _drawn(
     resamples: int,
     seed: int,
 ) -> np.ndarray:
-    """The objectives of the trials on items drawn anew: trials × resamples."""
+    """Return the objectives of the trials on items drawn anew: trials × resamples."""
     # Each group has streams of its own, which do not depend on how many draws make a step.
     random = {k: (_stream(seed, 0, n), _stream(seed, 3, n)) for n, k in enumerate(columns)}
     trials = len(next(iter(own.values())))
@@ -297,7 +297,7 @@ def _drawn(
 def _over_seeds(
     of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int], seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means over contenders' seeds, as other seeds might have given, and their standard errors."""
+    """Return means over seeds as other seeds might have given them, and their standard errors."""
     draws, errors = np.empty((len(sizes), of_trials.shape[1])), np.zeros(len(sizes))
     for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         trials = slice(start, start + size)
@@ -315,7 +315,7 @@ def _over_seeds(
 def _flipped(
     parts: np.ndarray, by_seeds: np.ndarray, sizes: Sequence[int], resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Deviations of contenders if none is better, and the standard errors of their differences.
+    """Return how contenders deviate if none is better, and the standard errors of differences.
 
     `parts` are what clusters add to contenders' objectives: clusters × contenders.
     """
@@ -341,7 +341,7 @@ def _flipped(
 
 @functools.lru_cache(maxsize=16)
 def _student(freedom: int, count: int) -> np.ndarray:
-    """Evenly spaced quantiles of Student's t: few plain draws would miss its tails by chance."""
+    """Return evenly spaced quantiles of Student's t: few plain draws could miss its tails."""
     draws = np.sort(_stream(2, freedom).standard_t(freedom, size=count * 100 + 50))
     quantiles = draws[50::100][:count]
     return np.asarray((quantiles - quantiles[::-1]) / 2)
@@ -396,7 +396,7 @@ def _reach_needed(contenders: int) -> float:
 
 
 def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
-    """Parts of the items for racing: what each rung adds to those before it; the last makes all.
+    """Return the parts of the items for racing: what each adds to those before it.
 
     Each rung makes about three times as many clusters, takes each group by its share, and has one
     of each group at least. So few that no part would tell anything are one rung.

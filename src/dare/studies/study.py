@@ -135,6 +135,7 @@ class Study:
             self.keep(WORKERS, [*alive, self._presence.mark])
 
     def _begin(self, storage: Any) -> None:
+        self._storage = storage
         with _quiet():
             self._studies = {
                 name: _optuna().create_study(
@@ -258,9 +259,13 @@ class Study:
             taken = found.user_attrs.get(TAKEN, {"place": found.number})
             owner = taken.get("owner")
             if is_wanted(taken) and not (owner and self._presence.is_alive(owner)):
-                trial = _optuna().trial.Trial(study, found._trial_id)
+                trial = _optuna().trial.Trial(study, self._find_id(study, found.number))
                 return self._claim(study, trial, taken, space)
         return None
+
+    def _find_id(self, study: Any, number: int) -> int:
+        within = self._storage.get_study_id_from_name(study.study_name)
+        return int(self._storage.get_trial_id_from_study_id_trial_number(within, number))
 
     def _begin_trial(
         self, study: Any, taken: dict[str, Any], suggestion: Any, space: Space | None = None

@@ -59,7 +59,7 @@ INTERRUPTED = 130
 
 
 @dataclass
-class Job:
+class QueuedJob:
     """A request to merge, verify or analyze, and how far it is."""
 
     number: int
@@ -94,16 +94,16 @@ class Jobs:
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         self._confined = {"given_folders": list(map(str, folders))}
         self._folder = tempfile.TemporaryDirectory(prefix="dare-playground-")
-        self._jobs: dict[str, Job] = {}  # by their numbers
+        self._jobs: dict[str, QueuedJob] = {}  # by their numbers
         self._numbers = itertools.count(1)
-        self._queue: queue.Queue[Job | None] = queue.Queue()
+        self._queue: queue.Queue[QueuedJob | None] = queue.Queue()
         self._lock = threading.Lock()
-        self._running: Worker | None = None
+        self._running: JobProcess | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run_all, name="jobs", daemon=True)
         self._thread.start()
 
-    def add(self, request: Request) -> Job:
+    def add(self, request: Request) -> QueuedJob:
         """Put a job at the end of the queue; forget the oldest of many that have ended."""
         with self._lock:
             if self._closed:
@@ -113,7 +113,7 @@ class Jobs:
             number = next(self._numbers)
             folder = Path(self._folder.name, str(number))
             folder.mkdir()
-            job = Job(number, {**request, "folder": str(folder), **self._confined}, folder)
+            job = QueuedJob(number, {**request, "folder": str(folder), **self._confined}, folder)
             self._jobs[str(number)] = job
             ended = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
             for old in ended[: max(0, len(ended) - MOST_FINISHED)]:
@@ -122,18 +122,18 @@ class Jobs:
             self._queue.put(job)
         return job
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[QueuedJob]:
         """Return all jobs that are kept, the latest last."""
         return list(self._jobs.values())
 
-    def find(self, number: str) -> Job:
+    def find(self, number: str) -> QueuedJob:
         """Find a job by its number as text, which may be any text."""
         job = self._jobs.get(number)
         if job is None:
             raise InputError(f"there is no job {number[:20]!a}; it ended long ago or never existed")
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: QueuedJob) -> None:
         """Take a job that waits out of the queue, or interrupt it if it runs."""
         with self._lock:
             if job.state == "waiting":
@@ -160,17 +160,17 @@ class Jobs:
                 if job.state != "waiting":
                     continue
                 try:
-                    worker = self._running = Worker(job)
+                    worker = self._running = JobProcess(job)
                 except OSError as error:
                     job.state, job.problem = "failed", f"no process could be started: {error}"
                     continue
             worker.watch()
 
 
-class Worker:
+class JobProcess:
     """The process of a job, which works as long as its stdin is open."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: QueuedJob) -> None:
         self._job = job
         self._started = time.monotonic()
         self._first: tuple[float, int] | None = None

@@ -54,7 +54,7 @@ from dare.recipe.recipe import Request
 from dare.run.engine import publisher_of
 from dare.stores.locations import check_inside, confine
 from dare.web.guard import Json, TooLargeError, read_object
-from dare.web.jobs import ANALYSIS, Job, Jobs
+from dare.web.jobs import ANALYSIS, Jobs, QueuedJob
 
 WEIGHTS = {
     ".safetensors": "safetensors",
@@ -122,7 +122,7 @@ class OwnModels:
         output = _describe_output(planned, underway, overwrite=bool(given.get("overwrite")))
         return {**answer, **_describe_plan(planned), **output}
 
-    def _open_merges(self) -> list[Job]:
+    def _open_merges(self) -> list[QueuedJob]:
         """Return the merges that run, or will."""
         merges = [job for job in self._jobs.all() if job.kind == "merge"]
         return [job for job in merges if job.state in ("waiting", "running")]
@@ -156,7 +156,7 @@ class OwnModels:
         self._jobs.cancel(job)
         return job.to_dict()
 
-    def _find(self, given: Given) -> Job:
+    def _find(self, given: Given) -> QueuedJob:
         return self._jobs.find(given["number"])
 
     def _send_analysis(self, given: Given) -> Response:

@@ -23,9 +23,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from hashlib import file_digest, sha256
 from itertools import islice
@@ -36,15 +37,14 @@ from typing import TYPE_CHECKING, Any
 from dare.errors import DareError, EvaluationError, RecipeError
 from dare.run.processes import AnsweringProcess, foreign_error
 from dare.studies.evaluators import commands, examples, functions, harness
-from dare.studies.evaluators.kinds import Evaluator, Function, Kind, read_scores
+from dare.studies.evaluators.kinds import Evaluator, EvaluatorKind, Function, read_scores
 from dare.studies.results import Scored
 
 if TYPE_CHECKING:
     from dare.recipe.options import RunOptions
     from dare.recipe.recipe import Recipe
-    from dare.studies.candidates import Form
 
-KINDS: list[Kind] = [
+KINDS: list[EvaluatorKind] = [
     examples,
     harness,
     commands,
@@ -52,12 +52,12 @@ KINDS: list[Kind] = [
 ]  # the first that recognises one takes it
 
 
-def kind_of(evaluator: Evaluator) -> Kind:
+def kind_of(evaluator: Evaluator) -> EvaluatorKind:
     """Return the kind that recognises an evaluator; RecipeError if none does."""
     for kind in KINDS:
         if kind.recognises(evaluator):
             return kind
-    *most, last = [kind.WRITTEN for kind in reversed(KINDS)]
+    *most, last = [kind.USAGE for kind in reversed(KINDS)]
     raise RecipeError(f"{evaluator!r}: is not an evaluator. Write {', '.join(most)}, or {last}")
 
 
@@ -109,15 +109,59 @@ def open_scorer(
     if time_limit is not None and not time_limit > 0:
         raise RecipeError(f"the time limit is {time_limit:g} s; it must be more than 0")
     kind = kind_of(evaluator)
-    if kind.IS_APART and isinstance(evaluator, str):
-        return ProcessScorer(evaluator, recipe, time_limit, work, options)
-    return Scorer(kind.find(evaluator, time_limit, options.threads), recipe, work, options)
+    if kind.IN_OWN_PROCESS and isinstance(evaluator, str):
+        return ProcessScorer(evaluator, time_limit, recipe, work, options)
+    function = kind.find(evaluator, time_limit, options.threads)
+    return FunctionScorer(function, recipe, work, options)
 
 
-class Scorer:
-    """Makes candidates and scores them, one at a time, by a function in this process."""
+class Scorer(ABC):
+    """Makes candidates of a recipe's models and scores them, one at a time."""
 
-    takes_items = False  # True if `score` may be given some of the items
+    takes_items: bool  # True if `score` may be given some of the items
+
+    def __init__(self, recipe: Recipe, work: Path | None, options: RunOptions) -> None:
+        self.recipe, self.work, self.options = recipe, work, options
+
+    @abstractmethod
+    def make(self, recipe: Recipe) -> str:
+        """Make the candidate of a recipe; return the digest of its weights."""
+
+    @abstractmethod
+    def score(self, items: Sequence[str] | None = None) -> Scored:
+        """Score the candidate that was made last, on all items or on these."""
+
+    @abstractmethod
+    def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
+        """Write the Gram matrices of models by name, each on the inputs of its own items.
+
+        A model is given by the recipe that makes it alone.
+        """
+
+    @abstractmethod
+    def gather_norms(self, path: Path, recipe: Recipe) -> bool:
+        """Write what a recipe has gathered, and the statistics of its candidate's norms.
+
+        With the file as `gathered` a merge gives the candidate as it is scored. Return False, and
+        write nothing, if there are no such norms.
+        """
+
+    @abstractmethod
+    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+        """Return the first of these items of each task, as the candidate sees and answers it.
+
+        Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
+        files can be looked at; of others, there is nothing.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started, and delete what was written."""
+
+
+class FunctionScorer(Scorer):
+    """Scores candidates by a function in this process."""
+
     _is_made = False
 
     def __init__(
@@ -125,18 +169,12 @@ class Scorer:
     ) -> None:
         from dare.studies.candidates import make_form
 
-        self._call, self.takes_items = function.call, function.takes_items
-        self._run = function.run_inputs
-        self._look = function.look
-        try:
-            self._form: Form = make_form(function.form, recipe, work, options, function.load_model)
-        except DareError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise foreign_error("the model to score could not be made", error) from error
+        super().__init__(recipe, work, options)
+        self._function, self.takes_items = function, function.takes_items
+        with _naming_failure("the model to score could not be made", DareError):
+            self._form = make_form(function.form, recipe, work, options, function.load_model)
 
     def make(self, recipe: Recipe) -> str:
-        """Make the candidate of a recipe; return the digest of its weights."""
         self._is_made = False
         digest = self._form.make(recipe)
         self._recompute_norms(recipe)
@@ -145,31 +183,29 @@ class Scorer:
 
     def _recompute_norms(self, recipe: Recipe) -> None:
         """Take the statistics of a live candidate's norms anew, unless its recipe has them."""
-        from dare.deltas.gathering import find_norms, recomputing
+        from dare.deltas.gathering import recomputing
         from dare.inputs.gathered import has_statistics
 
         is_merge = len(recipe.models) > 1 and recipe.scale != 0  # others have their own
-        if self._run is None or not is_merge or not find_norms(self._form.candidate):
+        if not is_merge or not self._has_norms():
             return
         if recipe.gathered is None or not has_statistics(recipe.gathered):
             with recomputing(self._form.candidate):
                 self._run_inputs(None)
 
+    def _has_norms(self) -> bool:
+        """Tell if the candidate has norms whose statistics can be taken from inputs."""
+        from dare.deltas.gathering import find_norms
+
+        return self._function.run_inputs is not None and bool(find_norms(self._form.candidate))
+
     def _run_inputs(self, items: Sequence[str] | None) -> None:
-        if self._run is None:
+        if self._function.run_inputs is None:
             raise EvaluationError("the evaluator has no inputs to run; give data files (--data)")
-        try:
-            self._run(self._form.candidate, items)
-        except EvaluationError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise foreign_error("the evaluator's inputs could not be run", error) from error
+        with _naming_failure("the evaluator's inputs could not be run"):
+            self._function.run_inputs(self._form.candidate, items)
 
     def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
-        """Write the Gram matrices of models by name, each on the inputs of its own items.
-
-        A model is given by the recipe that makes it alone.
-        """
         from dare.deltas.gathering import GramCollector, write_grams
 
         self._is_made, grams = False, {}
@@ -180,21 +216,15 @@ class Scorer:
         write_grams(path, grams)
 
     def gather_norms(self, path: Path, recipe: Recipe) -> bool:
-        """Write what a recipe has gathered, and the statistics of its candidate's norms.
+        from dare.deltas.gathering import write_norms
 
-        With the file as `gathered` a merge gives the candidate as it is scored. Return False, and
-        write nothing, if there are no such norms.
-        """
-        from dare.deltas.gathering import find_norms, write_norms
-
-        if self._run is None or not find_norms(self._form.candidate):
+        if not self._has_norms():
             return False
         self.make(recipe)
         write_norms(path, self._form.candidate, self._form.names, recipe.gathered)
         return True
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
-        """Score the candidate that was made last, on all items or on these."""
         if not self._is_made:
             raise EvaluationError("there is no candidate to score; make one first")
         if items is not None and not self.takes_items:
@@ -202,43 +232,47 @@ class Scorer:
             raise EvaluationError(lack)
         more = {"items": items and list(items)} if self.takes_items else {}
         started = time.perf_counter()
-        try:
-            returned = self._call(self._form.candidate, **more)
-        except EvaluationError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise foreign_error("the evaluator failed", error) from error
+        with _naming_failure("the evaluator failed"):
+            returned = self._function.call(self._form.candidate, **more)
         seconds = time.perf_counter() - started
         scored = returned if isinstance(returned, Scored) else read_scores(returned, items)
         return replace(scored, seconds=seconds)
 
-    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
-        """Return the first of these items of each task, as the candidate sees and answers it.
-
-        Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
-        files can be looked at; of others, there is nothing.
-        """
-        return self._look(self._form.candidate, items) if self._look else []
+    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+        preview = self._function.preview
+        return preview(self._form.candidate, items) if preview else []
 
     def close(self) -> None:
-        """End what was started, and delete what was written."""
         self._is_made = False
         self._form.close()
 
 
-@dataclass(eq=False)
+@contextmanager
+def _naming_failure(what: str, ours: type[DareError] = EvaluationError) -> Iterator[None]:
+    """Say of an error in the user's code, unless it is one of `ours`, what failed."""
+    try:
+        yield
+    except ours:
+        raise
+    except (Exception, SystemExit) as error:
+        raise foreign_error(what, error) from error
+
+
 class ProcessScorer(Scorer):
     """Scores candidates by a function in a process, which is started anew when it has ended."""
 
-    evaluator: str
-    recipe: Recipe
-    time_limit: float | None
-    work: Path | None
-    options: RunOptions
-    _process: AnsweringProcess | None = None
-    _folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        evaluator: str,
+        time_limit: float | None,
+        recipe: Recipe,
+        work: Path | None,
+        options: RunOptions,
+    ) -> None:
+        super().__init__(recipe, work, options)
+        self._evaluator, self._time_limit = evaluator, time_limit
+        self._process: AnsweringProcess | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._start()
 
     def _start(self) -> AnsweringProcess:
@@ -246,11 +280,11 @@ class ProcessScorer(Scorer):
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        threads, limit = self.options.threads, self.time_limit
-        process = self._process = AnsweringProcess(self.evaluator, Answering, threads)
+        threads, limit = self.options.threads, self._time_limit
+        process = self._process = AnsweringProcess(self._evaluator, Answering, threads)
         try:
             limit = limit and max(limit, functions.READY_SECONDS)
-            found = process.ask("find", self.evaluator, limit)
+            found = process.ask("find", self._evaluator, limit)
             self.takes_items = found["takes_items"]
             if found["form"] == "path":  # ours, so that it goes away even if the process crashes
                 self._folder = temporary_folder(self.work)
@@ -267,27 +301,27 @@ class ProcessScorer(Scorer):
         return process
 
     def make(self, recipe: Recipe) -> str:
-        digest, _ = self._ask("make", recipe.to_document(), None)
+        digest, _ = self._ask("make", recipe.to_document())
         return str(digest)
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
-        scored, printed = self._ask("score", items and list(items), self.time_limit)
+        scored, printed = self._ask("score", items and list(items), self._time_limit)
         return Scored(**{**scored, "output": printed})
 
     def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
         given = {name: (recipe.to_document(), items) for name, (recipe, items) in models.items()}
-        self._ask("gather", [str(path), given], None)
+        self._ask("gather", [str(path), given])
 
     def gather_norms(self, path: Path, recipe: Recipe) -> bool:
-        is_written, _ = self._ask("gather_norms", [str(path), recipe.to_document()], None)
+        is_written, _ = self._ask("gather_norms", [str(path), recipe.to_document()])
         return bool(is_written)
 
-    def look(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
         found: list[dict[str, str]]
-        found, _ = self._ask("look", items and list(items), self.time_limit)
+        found, _ = self._ask("preview", items and list(items), self._time_limit)
         return found
 
-    def _ask(self, verb: str, given: Any, limit: float | None) -> tuple[Any, str]:
+    def _ask(self, verb: str, given: Any, limit: float | None = None) -> tuple[Any, str]:
         """Return the reply, and what was printed meanwhile."""
         process = self._process or self._start()
         try:
@@ -322,7 +356,7 @@ class Answering:
         self.read = partial(request_from_document, where="recipe")
         work = given["work"] and Path(given["work"])
         request = self.read(given["recipe"])
-        self.scorer = Scorer(self.function, request.recipe, work, request.options)
+        self.scorer = FunctionScorer(self.function, request.recipe, work, request.options)
 
     def make(self, document: dict[str, Any]) -> str:
         return self.scorer.make(self.read(document).recipe)
@@ -338,5 +372,5 @@ class Answering:
     def gather_norms(self, given: tuple[str, dict[str, Any]]) -> bool:
         return self.scorer.gather_norms(Path(given[0]), self.read(given[1]).recipe)
 
-    def look(self, items: list[str] | None) -> list[dict[str, str]]:
-        return self.scorer.look(items)
+    def preview(self, items: list[str] | None) -> list[dict[str, str]]:
+        return self.scorer.preview(items)

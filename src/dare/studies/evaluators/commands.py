@@ -21,8 +21,8 @@ from dare.studies.results import Scored
 from dare.tensors.system import quoted, shell_command
 
 MODEL, ITEMS = "{model}", "{items}"
-WRITTEN = f"a command with {MODEL} in it"
-IS_APART = False
+USAGE = f"a command with {MODEL} in it"
+IN_OWN_PROCESS = False
 ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be scored
 QUOTED_LINE = 200  # characters of a last line that a message quotes
 

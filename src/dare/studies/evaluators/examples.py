@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
-from dare.inputs.loaded import LANGUAGE_MODELS, load_live
+from dare.inputs.loaded import LANGUAGE_MODELS
+from dare.inputs.transformers_models import load_live
+from dare.studies.data_files import FORMS, Task, TaskExample, input_text, is_right, read_tasks
 from dare.studies.evaluators.kinds import Evaluator, Function
-from dare.studies.examples import FORMS, Example, Task, input_text, is_right, read_tasks
 
 PREFIXES = {False: "data:", True: "held-out:"}  # by whether examples are held out of choosing
-WRITTEN = f"{PREFIXES[False]}file,file"
-IS_APART = True
+USAGE = f"{PREFIXES[False]}file,file"
+IN_OWN_PROCESS = True
 # The ends of the names of classes that a kind of model has; any class can be an encoder.
 CLASSES = {
     "writer": LANGUAGE_MODELS,
@@ -53,10 +54,10 @@ def recognises(evaluator: Evaluator) -> bool:
     return isinstance(evaluator, str) and evaluator.startswith(tuple(PREFIXES.values()))
 
 
-def written(files: Sequence[str | Path], *, held_out: bool = False) -> str:
+def evaluator_of(files: Sequence[str | Path], *, held_out: bool = False) -> str:
     """Return the evaluator of files; names with a comma are quoted.
 
-    >>> written([Path("math.jsonl"), Path("a,b.csv")], held_out=True)
+    >>> evaluator_of([Path("math.jsonl"), Path("a,b.csv")], held_out=True)
     'held-out:math.jsonl,"a,b.csv"'
     """
     text = io.StringIO()
@@ -87,7 +88,7 @@ def find(evaluator: str, _time_limit: float | None = None, _threads: int | None 
     if missing := [needed[name] for name in needed if importlib.util.find_spec(name) is None]:
         raise RecipeError(f"{evaluator}: needs {', '.join(missing)}: {install_command('data')}")
     found = Examples(tasks, held_out=evaluator.startswith(PREFIXES[True]))
-    return Function(found.score, "model", True, found.load_model, found.look, found.run_inputs)
+    return Function(found.score, "model", True, found.load_model, found.preview, found.run_inputs)
 
 
 class Examples:
@@ -117,12 +118,12 @@ class Examples:
             values |= zip((example.id for example in examples), found, strict=True)
         return {"items": values}
 
-    def look(self, _model: Any, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+    def preview(self, _model: Any, items: Sequence[str] | None = None) -> list[dict[str, str]]:
         """Return the first example of each task as the model sees it, and its answer."""
         found = []
         for runner, (example, *_) in self._chosen(items):
             (answer,) = runner.answer([example])
-            texts = runner.seen(example.values), *runner.words(example.values, answer)
+            texts = runner.model_input(example.values), *runner.describe(example.values, answer)
             shown = [f"{t[:SHOWN_CHARACTERS]}…" if len(t) > SHOWN_CHARACTERS else t for t in texts]
             named = dict(zip(("example", "expected", "answered"), shown, strict=True))
             found.append({"name": runner.task.name, "kind": runner.task.kind, **named})
@@ -139,7 +140,7 @@ class Examples:
             with torch.no_grad():  # whoever listens may keep what inference mode would not let go
                 runner.run_inputs(examples[:: -(-len(examples) // INPUTS_OF_A_TASK)])
 
-    def _chosen(self, items: Sequence[str] | None) -> Iterator[tuple[Runner, list[Example]]]:
+    def _chosen(self, items: Sequence[str] | None) -> Iterator[tuple[Runner, list[TaskExample]]]:
         asked = list(self._examples if items is None else dict.fromkeys(items))
         if unknown := [item for item in asked if item not in self._examples]:
             raise EvaluationError(f"{unknown[0]!r}: is not the id of an example on this side")
@@ -261,7 +262,7 @@ class Runner:
     def __init__(self, live: Live, task: Task) -> None:
         self.live, self.task, self.model = live, task, live.model
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         """Return the model's answers."""
         raise NotImplementedError
 
@@ -269,28 +270,28 @@ class Runner:
         """Return the score of an answer to the values of an example."""
         raise NotImplementedError
 
-    def values(self, examples: list[Example], answers: list[Any]) -> list[float]:
+    def values(self, examples: list[TaskExample], answers: list[Any]) -> list[float]:
         """Return the scores of answers."""
         pairs = zip(examples, answers, strict=True)
         return [float(self.value(example.values, answer)) for example, answer in pairs]
 
-    def words(self, values: dict[str, Any], answer: Any) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: Any) -> tuple[str, str]:
         """Return the right answer and the model's as texts."""
         raise NotImplementedError
 
-    def seen(self, values: dict[str, Any]) -> str:
+    def model_input(self, values: dict[str, Any]) -> str:
         """Return the text that the model is given."""
         return input_text(values)
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         """Return the texts that statistics of inputs are made from."""
-        return [self.seen(values)]
+        return [self.model_input(values)]
 
-    def run_inputs(self, examples: list[Example]) -> None:
+    def run_inputs(self, examples: list[TaskExample]) -> None:
         """Run the model on inputs, in batches of the same length."""
         import torch
 
-        texts = [text for example in examples for text in self.full(example.values)]
+        texts = [text for example in examples for text in self.whole_texts(example.values)]
         by_length: dict[int, list[list[int]]] = {}
         for row in self.live.encode(texts, min(INPUT_TOKENS, self.live.most)):
             by_length.setdefault(len(row), []).append(row)
@@ -304,7 +305,7 @@ class Runner:
 class Prompted(Runner):
     """A task with prompts, in the chat template if the tokenizer has one."""
 
-    def seen(self, values: dict[str, Any]) -> str:
+    def model_input(self, values: dict[str, Any]) -> str:
         prompt: str = values["prompt"]
         if self.live.reader.chat_template:
             said = [{"role": "user", "content": prompt}]
@@ -314,7 +315,7 @@ class Prompted(Runner):
 
     def continued(self, values: dict[str, Any], texts: Sequence[str]) -> list[str]:
         """Return the prompt with each text after it, and a space between where one belongs."""
-        prompt = self.seen(values)
+        prompt = self.model_input(values)
         is_word = prompt[-1:].isalnum() or prompt[-1:] in tuple(":.,;?!)]")
         return [f"{prompt}{' ' if is_word else ''}{text}" for text in texts]
 
@@ -338,10 +339,10 @@ class Writing(Prompted):
         elif texts and self._limit <= LINE_TOKENS and not any("\n" in text for text in texts):
             self._end = LINE_END
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         import torch
 
-        prompts = [self.seen(example.values) for example in examples]
+        prompts = [self.model_input(example.values) for example in examples]
         rows = self.encode(prompts, max(1, self.live.most - self._limit))
         is_apart = self.live.config.is_encoder_decoder  # the prompt is not part of the output
 
@@ -371,22 +372,22 @@ class Writing(Prompted):
     def value(self, values: dict[str, Any], answer: str) -> float:
         return is_right(values, answer)
 
-    def words(self, values: dict[str, Any], answer: str) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: str) -> tuple[str, str]:
         pattern = values.get("pattern")
         return pattern.pattern if pattern else " or ".join(values["answers"]), answer
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         return self.continued(values, values["written"][:1] or [""])
 
 
 class Choosing(Prompted):
     """The choice with the highest log-likelihood per character."""
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         rows, own = [], []  # tokens of all choices, and how many are not those of the prompt
         for example in examples:
             texts = self.continued(example.values, example.values["choices"])
-            prompt, *found = self.encode([self.seen(example.values), *texts], None)
+            prompt, *found = self.encode([self.model_input(example.values), *texts], None)
             shared = min(_shared(prompt, row) for row in found)
             own += [len(row) - shared for row in found]
             rows += [[self.live.start] * (not shared) + row for row in found]
@@ -401,10 +402,10 @@ class Choosing(Prompted):
     def value(self, values: dict[str, Any], answer: int) -> float:
         return float(values["answer"] == answer)
 
-    def words(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
         return values["choices"][values["answer"]], values["choices"][answer]
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         return self.continued(values, [values["choices"][values["answer"]]])
 
 
@@ -417,7 +418,7 @@ def _shared(prompt: list[int], row: list[int]) -> int:
 class Measuring(Runner):
     """Bits that the model needs for a byte of a text, in windows of the length that it takes."""
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         step, windows, owners = self.live.most - 1, [], []
         texts = [example.values["text"] for example in examples]
         for number, row in enumerate(self.live.encode(texts, None)):
@@ -433,7 +434,7 @@ class Measuring(Runner):
     def value(self, _values: dict[str, Any], answer: float) -> float:
         return answer
 
-    def words(self, _values: dict[str, Any], answer: float) -> tuple[str, str]:
+    def describe(self, _values: dict[str, Any], answer: float) -> tuple[str, str]:
         return "", f"{answer:.3f} bits a byte"
 
 
@@ -454,11 +455,11 @@ class Labelling(Runner):
             how = f"{live.base} has {known}; write these names, or their numbers from 0 on"
             raise InputError(f"{task.name}: the label {unknown!r} is not one of the model's: {how}")
 
-    def inputs(self, examples: list[Example]) -> tuple[list[int], Callable[[list[int]], Any]]:
+    def inputs(self, examples: list[TaskExample]) -> tuple[list[int], Callable[[list[int]], Any]]:
         rows = self.live.encode([e.values["text"] for e in examples], self.live.most)
         return list(map(len, rows)), lambda some: self.live.padded([rows[n] for n in some])
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         lengths, inputs = self.inputs(examples)
 
         def run(some: list[int]) -> list[int]:
@@ -470,14 +471,14 @@ class Labelling(Runner):
     def value(self, values: dict[str, Any], answer: int) -> float:
         return self._numbers[values["label"]] == answer
 
-    def words(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: int) -> tuple[str, str]:
         return values["label"], str(self.live.config.id2label[answer])
 
 
 class Viewing(Labelling):
     """The same for images."""
 
-    def inputs(self, examples: list[Example]) -> tuple[list[int], Callable[[list[int]], Any]]:
+    def inputs(self, examples: list[TaskExample]) -> tuple[list[int], Callable[[list[int]], Any]]:
         from PIL import Image
 
         def read(some: list[int]) -> Any:
@@ -488,7 +489,7 @@ class Viewing(Labelling):
 
         return [1] * len(examples), read
 
-    def run_inputs(self, examples: list[Example]) -> None:
+    def run_inputs(self, examples: list[TaskExample]) -> None:
         _, inputs = self.inputs(examples)
         for start in range(0, len(examples), BATCH_SIZE):
             self.model(**inputs(list(range(len(examples)))[start : start + BATCH_SIZE]))
@@ -505,7 +506,7 @@ class Comparing(Runner):
         said = " ".join([*modes, str(found.get("pooling_mode", ""))])
         self._way = next((way for way in ("cls", "last", "max") if way in said), "mean")
 
-    def answer(self, examples: list[Example]) -> list[Any]:
+    def answer(self, examples: list[TaskExample]) -> list[Any]:
         import torch
 
         texts = list(dict.fromkeys(e.values[side] for e in examples for side in "ab"))
@@ -529,15 +530,15 @@ class Comparing(Runner):
             float(cosine(vectors[e.values["a"]], vectors[e.values["b"]], dim=0)) for e in examples
         ]
 
-    def values(self, examples: list[Example], answers: list[Any]) -> list[float]:
+    def values(self, examples: list[TaskExample], answers: list[Any]) -> list[float]:
         scores = [example.values["score"] for example in examples]
         found: list[float] = (_standard_ranks(answers) * _standard_ranks(scores)).tolist()
         return found
 
-    def words(self, values: dict[str, Any], answer: float) -> tuple[str, str]:
+    def describe(self, values: dict[str, Any], answer: float) -> tuple[str, str]:
         return f"{values['score']:g}", f"cosine {answer:.3f}"
 
-    def full(self, values: dict[str, Any]) -> list[str]:
+    def whole_texts(self, values: dict[str, Any]) -> list[str]:
         return [values["a"], values["b"]]
 
 

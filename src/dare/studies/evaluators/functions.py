@@ -17,8 +17,8 @@ from dare.errors import RecipeError, did_you_mean
 from dare.run.processes import FILE_SUFFIX, AnsweringProcess, import_program
 from dare.studies.evaluators.kinds import Evaluator, Function
 
-WRITTEN = "module:function or file.py:function"
-IS_APART = True
+USAGE = "module:function or file.py:function"
+IN_OWN_PROCESS = True
 FORMS = ("tensors", "model", "path")
 READY_SECONDS = 600.0  # the least limit for importing it and its model, if scoring has one
 

@@ -19,8 +19,8 @@ from dare.errors import EvaluationError, RecipeError, did_you_mean, install_comm
 from dare.studies.evaluators.kinds import Evaluator, Function
 
 PREFIX = "lm_eval:"
-WRITTEN = f"{PREFIX}task@folder"
-IS_APART = True
+USAGE = f"{PREFIX}task@folder"
+IN_OWN_PROCESS = True
 # By preference: a task's score is the first that it has, otherwise its own first.
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
 BATCH_SIZE = 8  # always the same, as sums over a batch depend on it in the last bits
@@ -79,7 +79,7 @@ class Harness:
 
     def load_model(self, base: Path) -> Any:
         """Return the base as a live model; its tokenizer is that of all candidates."""
-        from dare.inputs.loaded import load_live
+        from dare.inputs.transformers_models import load_live
 
         self._base = str(base)
         return load_live(base)

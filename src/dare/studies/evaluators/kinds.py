@@ -30,22 +30,22 @@ class Function:
     form: str  # of the candidate: `tensors`, `model` or `path`
     takes_items: bool = False
     load_model: LoadModel | None = None  # makes the live model of the form `model`
-    # Both get the candidate, and ids of items or None for all; only data files have them.
-    look: Callable[..., list[dict[str, str]]] | None = None  # an example of each task, answered
+    # Both get the candidate, and ids of items or None for all.
+    preview: Callable[..., list[dict[str, str]]] | None = None  # an example of each task, answered
     run_inputs: Callable[..., None] | None = None  # forward passes over inputs, for statistics
 
 
-class Kind(Protocol):
+class EvaluatorKind(Protocol):
     """A module that knows one kind of evaluator."""
 
-    WRITTEN: str  # the form that such an evaluator has, for messages
-    IS_APART: bool  # True if it runs in a process of its own, which also makes the candidates
+    USAGE: str  # the form that such an evaluator has, for messages
+    IN_OWN_PROCESS: bool  # True if it runs in a process of its own, which also makes the candidates
 
     def recognises(self, evaluator: Any, /) -> bool:
         """Tell if an evaluator is of this kind."""
 
     def check(self, evaluator: Any, /) -> None:
-        """Refuse, before any model is read, what cannot work: by a RecipeError."""
+        """Raise RecipeError, before any model is read, if it cannot work."""
 
     def find(self, evaluator: Any, time_limit: float | None, threads: int | None, /) -> Function:
         """Return the function that scores; time and threads are limited already if apart."""

@@ -1,4 +1,4 @@
-"""The memory of a live model: what lies where, read and written in place.
+"""Tensors in memory: those of a live model, read and written in place, and a sink for merged ones.
 
 A model is a torch module, or a dict of torch tensors or NumPy arrays. torch is not imported here:
 whoever has a tensor has imported it.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -25,6 +25,7 @@ from dare.inputs.arrays import is_torch, place_of, plain_array
 from dare.inputs.delta_files import U8
 from dare.inputs.names import match_names
 from dare.inputs.sources import Raw, RenamedSource, Source
+from dare.output.sink import Bytes, Sink
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
@@ -83,7 +84,7 @@ Memory = InMemory | OnDevice
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
-    """Storage type, shape and elements of an array, which can be written to."""
+    """Return storage type, shape and elements of an array, which can be written to."""
     kind, plain = plain_array(array, name, in_place=True)
     shape = tuple(plain.shape)
     if not is_torch(plain):
@@ -176,7 +177,7 @@ def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
 
 
 def arrays_of(model: Any) -> dict[str, Any]:
-    """The parameters and buffers of a torch module by name, or the arrays of a dict."""
+    """Return the parameters and buffers of a torch module by name, or the arrays of a dict."""
     if hasattr(model, "named_parameters"):  # its state_dict may hold copies
         named = (model.named_parameters, model.named_buffers)
         return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
@@ -186,7 +187,7 @@ def arrays_of(model: Any) -> dict[str, Any]:
 
 
 def names_in(arrays: Iterable[str], stored: Iterable[str]) -> Mapping[str, str]:
-    """The model's names of stored tensors, which may have a prefix."""
+    """Return the model's names of stored tensors, which may have a prefix."""
     sides = (_bare_source(stored), _bare_source(arrays))
     matched, _ = match_names(*sides, "model", base_config={}, model_config={})
     if isinstance(matched, RenamedSource):
@@ -195,7 +196,7 @@ def names_in(arrays: Iterable[str], stored: Iterable[str]) -> Mapping[str, str]:
 
 
 def _bare_source(names: Iterable[str]) -> Source:
-    """A source of which nothing but the names of its tensors is of interest."""
+    """Make a source of which only the names of its tensors matter."""
     source = Source()
     source.tensors = {name: TensorInfo(name, U8, (), 0) for name in names}
     return source
@@ -226,23 +227,32 @@ class Home(NamedTuple):
         self.memory.write(start, wide)
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Writes merged tensors to their homes; one that has none is another's second name."""
 
     def __init__(self, homes: Mapping[str, Home]) -> None:
         self._homes = homes
 
-    def place(self, name: str, offset: int, nbytes: int) -> NDArray[np.uint8] | None:
+    @classmethod
+    def with_room(cls, tensors: Iterable[TensorInfo]) -> Self:
+        """Make room for the bytes of tensors, which are in `arrays` afterwards."""
+        rooms = ((info.name, np.empty(info.nbytes, np.uint8)) for info in tensors)
+        return cls({name: Home(InMemory(room), U8, U8) for name, room in rooms})
+
+    @property
+    def arrays(self) -> dict[str, Raw]:
+        """The elements by tensor, of those that are in this machine's memory."""
+        memories = ((name, home.memory) for name, home in self._homes.items())
+        return {name: memory.array for name, memory in memories if isinstance(memory, InMemory)}
+
+    def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
         home = self._homes.get(name)
         if home is None or home.kind != home.merged or not home.memory.in_place:
             return None
         size = home.kind.itemsize
         return home.memory.read(offset // size, nbytes // size).view(np.uint8)
 
-    def position(self, name: str, offset: int) -> int:  # noqa: ARG002
-        return 0
-
-    def write(self, name: str, offset: int, data: NDArray[np.uint8]) -> None:
+    def write(self, name: str, offset: int, data: Bytes) -> None:
         if (home := self._homes.get(name)) is not None:
             home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))
 

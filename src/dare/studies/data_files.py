@@ -20,11 +20,13 @@ import json
 import math
 import re
 import string
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,20 +34,8 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, did_you_mean, no_such_file
 
-# Other names of columns that are taken for ours.
-SYNONYMS = {
-    "prompt": ("question", "instruction", "query", "input"),
-    "choices": ("options",),
-    "answer": ("output", "completion", "response", "target"),
-    "pattern": ("regex",),
-    "text": ("sentence", "content"),
-    "label": ("labels", "class", "category"),
-    "a": ("sentence1", "text1"),
-    "b": ("sentence2", "text2"),
-    "score": ("similarity",),
-    "image": ("image_path", "file_name"),
-    "group": (),
-}
+_TABLES = tomllib.loads(files("dare.studies").joinpath("data_files.toml").read_text("utf-8"))
+SYNONYMS: dict[str, list[str]] = _TABLES["synonyms"]  # other names of our columns
 MOST_ROWS = 30_000  # of a file are read
 MOST_EXAMPLES = 3_000  # are kept of these, by their hashes
 MOST_CHARACTERS = 20_000  # of a text are used
@@ -67,36 +57,20 @@ Row = tuple[str, dict[str, Any]]  # its place in the file, as `line 3`, and its 
 
 
 @dataclass(frozen=True)
-class Form:
+class TaskForm:
     """A kind of task: the columns it needs, the kind of model, and its description."""
 
-    columns: tuple[str, ...]
+    columns: list[str]
     model: str  # `writer`, `classifier`, `encoder` or `image classifier`
     words: str
     direction: int = 1  # -1 if less is better
 
 
-FORMS = {
-    "choices": Form(
-        ("prompt", "choices", "answer"),
-        "writer",
-        "questions with choices; the most likely per character is the model's",
-    ),
-    "patterns": Form(
-        ("prompt", "pattern"), "writer", "questions with a generated answer, which must match"
-    ),
-    "answers": Form(("prompt", "answer"), "writer", "questions with a generated answer"),
-    "labels": Form(("text", "label"), "classifier", "texts with labels"),
-    "pairs": Form(
-        ("a", "b", "score"), "encoder", "pairs of texts; rank correlation of cosine and score"
-    ),
-    "images": Form(("image", "label"), "image classifier", "images with labels"),
-    "texts": Form(("text",), "writer", "texts; bits a byte, fewer are better", direction=-1),
-}
+FORMS = {name: TaskForm(**own) for name, own in _TABLES["forms"].items()}
 
 
 @dataclass(frozen=True)
-class Example:
+class TaskExample:
     """A row of a file: its values by column, in the form that its task needs."""
 
     id: str
@@ -111,7 +85,7 @@ class Task:
     name: str
     form: str  # a key of FORMS
     kind: str  # in words
-    examples: tuple[Example, ...]
+    examples: tuple[TaskExample, ...]
     notices: tuple[Notice, ...] = ()
 
     @property
@@ -153,7 +127,7 @@ def _read_task(file: Path, name: str) -> Task:
         digest = sha256((group or " ".join(input_text(values).casefold().split())).encode())
         hashes.append(int.from_bytes(digest.digest()[:8], "big"))
         item_id = "/".join(filter(None, (name, group, str(number))))
-        examples.append(Example(item_id, values, hashes[-1] % HELD_OUT_OF == 0))
+        examples.append(TaskExample(item_id, values, hashes[-1] % HELD_OUT_OF == 0))
     notices = []
     if len(examples) > MOST_EXAMPLES:
         notices.append(notice("examples_left_out", name, rows=len(rows), kept=MOST_EXAMPLES))
@@ -312,11 +286,11 @@ def _named(file: Path, rows: list[Row]) -> tuple[str, list[Row]]:
 
 
 def _no_form(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
-    def lacking(form: Form) -> list[str]:
+    def lacking(form: TaskForm) -> list[str]:
         return [name for name in form.columns if not found[name]]
 
-    def distance(form: Form) -> tuple[int, int, bool, bool]:
-        """Most of its own columns, then fewest lacking, then one misspelt, then the usual form."""
+    def distance(form: TaskForm) -> tuple[int, int, bool, bool]:
+        """Rank a form: most of its columns, fewest lacking, one misspelt, the usual one."""
         lack = lacking(form)
         is_other = not did_you_mean(lack[0], columns)
         return len(lack) - len(form.columns), len(lack), is_other, form is not FORMS["answers"]
@@ -441,7 +415,7 @@ def _patterns(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
     return read
 
 
-def _comparison(examples: Sequence[Example]) -> str:
+def _comparison(examples: Sequence[TaskExample]) -> str:
     numbers = [all(map(_number, example.values["answers"])) for example in examples]
     way = "as numbers" if all(numbers) else "as texts or numbers" if any(numbers) else "as texts"
     several = any(len(example.values["answers"]) > 1 for example in examples)

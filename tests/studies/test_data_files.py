@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dare.errors import InputError
-from dare.studies import examples
-from dare.studies.examples import FORMS, Task, count_alike, is_right, read_tasks
+from dare.studies import data_files
+from dare.studies.data_files import FORMS, Task, count_alike, is_right, read_tasks
 
 COUNT = 30
 TEXTS = [f"number {n} of {n * n}" for n in range(COUNT)]
@@ -266,7 +266,7 @@ def test_too_few_examples_are_refused(tmp_path, rows, count):
 
 
 def test_of_too_many_examples_some_are_kept_by_their_hashes(tmp_path, monkeypatch):
-    monkeypatch.setattr(examples, "MOST_EXAMPLES", 60)
+    monkeypatch.setattr(data_files, "MOST_EXAMPLES", 60)
     rows = [{"prompt": f"question {n}", "answer": n, "group": n // 3} for n in range(300)]
     task = read(tmp_path, rows)
     assert 55 <= len(task.examples) <= 60
@@ -280,7 +280,7 @@ def test_of_too_many_examples_some_are_kept_by_their_hashes(tmp_path, monkeypatc
     assert {e.values["prompt"] for e in fewer.examples} >= {
         e.values["prompt"] for e in task.examples if int(e.id.split("/")[1]) < 50
     }
-    monkeypatch.setattr(examples, "MOST_ROWS", 45)
+    monkeypatch.setattr(data_files, "MOST_ROWS", 45)
     assert len(read(tmp_path, rows).examples) == 45
 
 
