@@ -25,7 +25,7 @@ from dare.checks.inputs import check_chunks, is_suspect
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.documents.shown import Display, Meter, show_progress
 from dare.errors import OutputError, RecipeError, warn_caller
-from dare.inputs.sources import hold_open, read_chunks
+from dare.inputs.sources import Source, hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Alone, Identity, Output, Publisher
@@ -35,7 +35,7 @@ from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import open_backend
-from dare.run.threads import Id, Results, Step, run_steps
+from dare.run.threads import AnyWorker, Collect, Id, Results, Step, run_steps
 from dare.run.worker import (
     Conclude,
     Make,
@@ -330,25 +330,37 @@ def _run_steps(
     sink: Sink,
     progress: Progress,
     known: Results,
-    collect: Callable[[Sequence[Step], Sequence[Any]], None],
+    collect: Collect,
     make_coder: MakeCoder = Merger,
 ) -> None:
     def make_worker(stop: Event) -> Worker:
         backend = open_backend(plan)
         return Worker(plan, backend, make_coder(plan, backend, sink), progress, stop)
 
-    keep_freed_memory()
     holds_matrices = plan.cost.matrix_bytes > 0
-    with (
-        one_blas_thread() if holds_matrices else nullcontext(),
-        hold_open(plan.sources, checks=True),
-    ):
-        run_steps(
-            list(steps),
-            make_worker,
-            plan.cost.threads,
-            batch_elements=CHUNK * plan.cost.chunks_at_once,
-            known=known,
-            collect=collect,
-            one_group=holds_matrices,
-        )
+    do_steps(
+        *(plan.sources, list(steps), make_worker, plan.cost.threads),
+        batch_elements=CHUNK * plan.cost.chunks_at_once,
+        known=known,
+        collect=collect,
+        one_group=holds_matrices,
+        uses_blas=holds_matrices,
+    )
+
+
+def do_steps(
+    sources: Sequence[Source],
+    steps: Sequence[Step],
+    make_worker: Callable[[Event], AnyWorker[Step]],
+    threads: int,
+    *,
+    uses_blas: bool,
+    **how: Any,
+) -> None:
+    """Have threads do steps, as `run_steps` does; refuse inputs that change meanwhile.
+
+    This is how all weights are read, for a merge as for an analysis.
+    """
+    keep_freed_memory()
+    with one_blas_thread() if uses_blas else nullcontext(), hold_open(sources, checks=True):
+        run_steps(steps, make_worker, threads, **how)

@@ -69,7 +69,10 @@ class Conclude(Step):
 
 @dataclass(frozen=True, slots=True)
 class Survey(Step):
-    """Let the surveying stages of one model's chain, or those after them, see one tensor."""
+    """Let the surveying stages of one model's chain, or those after them, see one tensor.
+
+    In an analysis: compute the singular values of a model's delta.
+    """
 
     tensor: str
     model: int | None  # None for combine and refine stages, which see the deltas of all models
@@ -78,7 +81,10 @@ class Survey(Step):
 
 @dataclass(frozen=True, slots=True)
 class Make(Step):
-    """Merge one chunk of a tensor; or copy it from the base, comparing the models' if asked."""
+    """Merge one chunk of a tensor, or copy it from the base, comparing the models' if asked.
+
+    In an analysis: measure it.
+    """
 
     tensor: str
     chunk: int
@@ -115,12 +121,14 @@ def list_steps(
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
         chunks = [c for c in to_make if (tensor.name, c) not in done]
         if not tensor.is_merged:
-            (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
+            made = chunk_steps(tensor.name, tensor.elements, chunks, is_sent * group)
+            (steps if is_sent else copies).extend(made)
         elif chunks:
             merges = True
             surveys = list(list_surveys(tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
-            steps += [*surveys, *_making(tensor, chunks, needs, group)]
+            made = chunk_steps(tensor.name, tensor.elements, chunks, group, needs)
+            steps += [*surveys, *made]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
 
 
@@ -176,10 +184,10 @@ def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> It
         yield Survey(survey_id(tensor), tuple(surveys), group, elements, name, None)
 
 
-def _making(
-    tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
+def chunk_steps(
+    name: str, elements: int, chunks: Iterable[int], group: int, needs: tuple[Id, ...] = ()
 ) -> Iterator[Make]:
-    name, elements = tensor.name, tensor.elements
+    """List the steps for some chunks of a tensor."""
     for chunk in chunks:  # millions of them, in a large model
         size = chunk_span(chunk, elements)[1]
         yield Make(("make", name, chunk), needs, group, size, name, chunk)

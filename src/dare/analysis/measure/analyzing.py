@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
+from operator import attrgetter
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -18,15 +20,14 @@ from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import tallies
 from dare.analysis.measure.measuring import (
     Measured,
-    MeasureSpectrum,
-    MeasureStep,
+    Measurer,
+    MeasuringPlan,
     PairSums,
     Subject,
-    Worker,
+    Tally,
     added_magnitudes,
     find_norms,
     kind_of,
-    list_steps,
     number_layers,
     workspace_bytes,
 )
@@ -39,36 +40,27 @@ from dare.analysis.results import (
     Origin,
     Overlap,
     PairAnalysis,
-    Spectrum,
     Statistics,
     TensorAnalysis,
 )
-from dare.checks.sample import NONE, SMALLEST, Magnitudes, spread
+from dare.checks.sample import NONE, SMALLEST, spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
-from dare.kernels.linalg import one_blas_thread
 from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor, norm_notices
 from dare.planning.plan import available_cores, check_memory, memory_limit
-from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Request
-from dare.run.cluster import (
-    RunPiece,
-    Sample,
-    check_same_inputs,
-    connect,
-    sample_inputs,
-    task_request,
-)
-from dare.run.threads import run_steps
+from dare.run.cluster import ClusterJob, RunPiece, connect, sample_inputs, task_request
+from dare.run.engine import do_steps
+from dare.run.threads import Collect, Step
+from dare.run.worker import Progress
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 
 AnyPath = str | PathLike[str]
 # Which matrices' singular values are computed: what is cheap, every one, none.
-Result = tuple[MeasureStep, Any]  # a step and what it found
 Spectra = Literal["auto", "all", "none"]
 
 # Share of the changed matrices that must be of low rank for a model to count as a LoRA.
@@ -99,9 +91,11 @@ def analyze(
     request, inputs = open_to_compare(base, models, **settings, **means)
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
-    study = _study(inputs.base, sources, request, spectra)
-    merged = [subject.name for subject in study.subjects] if len(sources) > 1 else []
-    return study.conclude(
+    plan = plan_measuring(inputs.base, sources, request, spectra)
+    merged = [subject.name for subject in plan.subjects] if len(sources) > 1 else []
+    return conclude(
+        plan,
+        measure(plan),
         started,
         str(request.recipe.base),
         [str(entry.file) for entry in request.recipe.models],
@@ -142,158 +136,40 @@ def analyze_arrays(
         base="base", models=list(models), max_memory=max_memory, threads=threads, verbose=False
     )
     sources = {name: array_source(model, name) for name, model in models.items()}
-    study = _study(array_source(base, "base"), sources, request, spectra)
-    return study.conclude(started, "base", list(models))
+    plan = plan_measuring(array_source(base, "base"), sources, request, spectra)
+    return conclude(plan, measure(plan), started, "base", list(models))
 
 
-@dataclass
-class Study:
-    """The tensors that a base and models have in common, and what was measured of them."""
-
-    base: Source
-    models: Mapping[str, Source]
-    subjects: Sequence[Subject]
-    left_out: Sequence[LeftOut]
-    # True if figures of each tensor are kept, not only those of a layer's tensors of a kind.
-    keeps_all: bool = False
-    bytes_read: int = 0
-    measured: dict[str, Measured] = field(default_factory=dict)
-    # By tensor and model.
-    statistics: dict[tuple[str, int], Statistics] = field(default_factory=dict)
-    spectra: dict[tuple[str, int], Spectrum | None] = field(default_factory=dict)
-    # By model, layer and kind.
-    magnitudes: dict[tuple[int, int, Kind], Magnitudes] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The base and the models."""
-        return (self.base, *self.models.values())
-
-    def collect(self, results: Iterable[Result]) -> None:
-        """Keep the results of spectra, and of the last step of each tensor."""
-        for step, found in results:
-            if isinstance(step, MeasureSpectrum):
-                self.spectra[step.subject.name, step.model] = found
-            else:
-                self._add(step.subject, found)
-
-    def _add(self, subject: Subject, found: Measured) -> None:
-        for model, sums in found.sums.items():
-            magnitudes = found.magnitudes[model]
-            self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
-            cell = (model, subject.layer, subject.kind)
-            with self.lock:
-                self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
-        kept = found if self.keeps_all else replace(found, magnitudes={})
-        self.measured[subject.name] = kept
-
-    def conclude(
-        self, started: float, base_file: str, files: Sequence[str], **known: Any
-    ) -> Analysis:
-        """Make an analysis of what was measured; `known` are other fields of it."""
-        tensors = [self.measured[subject.name] for subject in self.subjects]
-        layers: dict[int, list[Measured]] = {}
-        for subject, found in zip(self.subjects, tensors, strict=True):
-            layers.setdefault(subject.layer, []).append(found)
-        whole = sum(tensors, Measured())
-        by_layer = {layer: sum(layers[layer], Measured()) for layer in sorted(layers)}
-        places = zip(self.models, files, strict=True)
-        pairs = combinations(enumerate(self.models), 2)
-        return Analysis(
-            base=base_file,
-            base_dtypes=_count_types(self.base.tensors.values()),
-            models=tuple(_model(self, number, *place) for number, place in enumerate(places)),
-            pairs=tuple(_pair(whole, by_layer, *pair) for pair in pairs),
-            together=Interference(
-                _cancelled(whole),
-                whole.conflicted / whole.shared if whole.shared else 0.0,
-                {layer: _cancelled(found) for layer, found in by_layer.items()},
-            ),
-            left_out=tuple(self.left_out),
-            bytes_read=self.bytes_read,
-            seconds=time.perf_counter() - started,
-            **{"notes": (), "vocabularies": {}, "tied": (), **known},
-        )
+# ---------------------------------------------------------------- before the pass
 
 
-def _study(base: Source, models: Mapping[str, Source], request: Request, spectra: Spectra) -> Study:
-    """Measure what sources have in common, whose names and rows are in line."""
+def plan_measuring(
+    base: Source,
+    models: Mapping[str, Source],
+    request: Request,
+    spectra: Spectra = "none",
+    selects: Callable[[str], bool] = lambda _name: True,
+) -> MeasuringPlan:
+    """Plan to measure what sources have in common, whose names and rows are in line.
+
+    If `selects` is given, only the tensors whose names it selects.
+    """
     if spectra not in get_args(Spectra):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
     if not models:
         raise RecipeError("no models: name at least one to compare with the base")
-    study = Study(base, models, *find_subjects(base, models))
-    measure(study, spectra, request)
-    return study
-
-
-def measure(study: Study, spectra: Spectra = "none", request: Request | None = None) -> None:
-    """Read everything once: here, or on the cluster that is asked for."""
-    base, *models = study.sources
-    per_thread = workspace_bytes(base, models)
-    options = request.options if request else RunOptions(verbose=False)
+    subjects, left_out = find_subjects(base, models)
+    subjects = [subject for subject in subjects if selects(subject.name)]
+    left_out = [each for each in left_out if selects(each.tensor)]
+    if not subjects:
+        reasons = map(str, left_out[:1])
+        raise InputError(": ".join(["there are no weights to analyse", *reasons]))
+    options, per_thread = request.options, workspace_bytes((base, *models.values()))
     check_memory(options.max_memory, per_thread)
     max_memory = memory_limit(options.max_memory, per_thread)
     threads = max(1, min(options.threads or available_cores(), max_memory // per_thread))
-    matrices = choose_matrices(study.subjects, spectra, max_memory // threads - per_thread)
-    steps = list(list_steps(models, study.subjects, matrices))
-    study.bytes_read = sum(step.nbytes for step in steps)
-    with show_progress(study.bytes_read, "analysing", visible=options.verbose) as display:
-        if request is not None and options.cluster is not None:
-            _measure_there(study, steps, request, options.cluster, display)
-            return
-        with ExitStack() as stack:
-            _open(stack, study.sources)
-            _run(steps, study.sources, threads, display.advance, study.collect)
-
-
-def _measure_there(
-    study: Study, steps: Sequence[MeasureStep], request: Request, address: str, display: Display
-) -> None:
-    shapes = [s.subject.base.shape for s in steps if isinstance(s, MeasureSpectrum)]
-    least = workspace_bytes(study.base, study.sources[1:])
-    least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
-    options = request.options
-    limit = memory_limit(options.max_memory, least)
-    display.announce(f"analysing on the cluster {address}")
-    with connect(address, verbose=options.verbose) as cluster:
-        cluster.share_out(least, limit, options.max_memory, options.threads)
-        there = task_request(request.recipe, options, cluster.task_memory)
-        job = AnalysisJob(there, sample_inputs(study.sources))
-        for _, found, nbytes in cluster.run(job, cut(steps)):
-            study.collect(found)
-            display.advance(nbytes)
-
-
-def _open(stack: ExitStack, sources: Iterable[Source]) -> None:
-    for source in sources:
-        stack.enter_context(source)
-    stack.enter_context(one_blas_thread())
-
-
-def _run(
-    steps: Sequence[MeasureStep],
-    sources: Sequence[Source],
-    threads: int,
-    progress: Callable[[int], None],
-    collect: Callable[[Iterable[Result]], None],
-) -> None:
-    """Do steps on sources that are open, and make sure that nobody changed these meanwhile.
-
-    What is needed beyond its tensor is collected: spectra, and the last sums of each.
-    """
-    base, *models = sources
-
-    def keep(steps: Sequence[MeasureStep], results: Sequence[Any]) -> None:
-        pairs = zip(steps, results, strict=True)
-        collect([pair for pair in pairs if pair[0].is_last])
-
-    run_steps(steps, lambda _stop: Worker(base, models, progress), threads, collect=keep)
-    check_unchanged(sources)
-
-
-# ---------------------------------------------------------------- before the pass
+    matrices = choose_matrices(subjects, spectra, max_memory // threads - per_thread)
+    return MeasuringPlan(request, base, models, subjects, left_out, matrices, threads)
 
 
 def find_subjects(
@@ -364,22 +240,143 @@ def choose_matrices(
     return {inner[place].name: False for place in spread(len(inner), most)}
 
 
+# ---------------------------------------------------------------- the pass
+
+
+def measure(plan: MeasuringPlan, *, keeps_all: bool = False) -> Tally:
+    """Read everything once: here, or on the cluster that is asked for.
+
+    With `keeps_all` the magnitudes of each tensor are kept.
+    """
+    tally, options = Tally(plan, keeps_all=keeps_all), plan.request.options
+    with show_progress(plan.bytes_read, "analysing", visible=options.verbose) as display:
+        if options.cluster is None:
+            do_measuring(plan, plan.steps, tally, display.advance, tally.collect)
+        else:
+            _measure_on_cluster(plan, options.cluster, tally, display)
+    return tally
+
+
+def do_measuring(
+    plan: MeasuringPlan, steps: Sequence[Step], tally: Tally, progress: Progress, collect: Collect
+) -> None:
+    """Have the plan's threads do steps: the tally adds up chunks, `collect` gets the results."""
+    make_worker = partial(Measurer, plan, tally, progress)
+    do_steps(plan.sources, steps, make_worker, plan.threads, uses_blas=True, collect=collect)
+
+
+def _measure_on_cluster(plan: MeasuringPlan, address: str, tally: Tally, display: Display) -> None:
+    options = plan.request.options
+    shapes = [subject.base.shape for subject in plan.subjects if subject.name in plan.spectra]
+    least = workspace_bytes(plan.sources)
+    least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
+    limit = memory_limit(options.max_memory, least)
+    display.announce(f"analysing on the cluster {address}")
+    with connect(address, verbose=options.verbose) as cluster:
+        cluster.size_tasks(least, limit, options.max_memory, options.threads)
+        job = MeasuringJob.of(plan, cluster.task_memory)
+        for _, batches, nbytes in cluster.run(job, cut(plan)):
+            for steps, results in batches:
+                tally.collect(steps, results)
+            display.advance(nbytes)
+    check_unchanged(plan.sources)
+
+
+PIECE_BYTES = 256 << 20  # the most bytes that a piece reads, unless a single tensor has more
+
+
+@dataclass(frozen=True)
+class MeasuringJob(ClusterJob):
+    """An analysis under way; a piece is the steps of some tensors."""
+
+    subjects: Sequence[Subject]
+    spectra: Mapping[str, bool]
+
+    @classmethod
+    def of(cls, plan: MeasuringPlan, memory: int) -> MeasuringJob:
+        """Describe a plan to others."""
+        request = task_request(plan.request.recipe, plan.request.options, memory)
+        return cls(request, sample_inputs(plan.sources), plan.subjects, plan.spectra)
+
+    def open(self, stack: ExitStack) -> RunPiece:
+        _, inputs = open_inputs(self.request.recipe, self.request.options)
+        models = dict(zip(inputs.names, inputs.models, strict=True))
+        plan = MeasuringPlan(self.request, inputs.base, models, self.subjects, (), self.spectra)
+        self.hold_inputs(stack, self.request.recipe, plan.sources)
+
+        def run(steps: Sequence[Step], _common: None) -> tuple[Any, int]:
+            batches: list[tuple[Sequence[Step], Sequence[Any]]] = []
+            read: list[int] = []
+            collect = lambda *batch: batches.append(batch)  # noqa: E731
+            do_measuring(plan, steps, Tally(plan), read.append, collect)
+            return batches, sum(read)
+
+        return run
+
+
+def cut(plan: MeasuringPlan) -> Iterator[list[Step]]:
+    """Cut the steps into pieces of whole tensors: sums of chunks are large."""
+    piece, nbytes = list[Step](), 0
+    for _, steps in itertools.groupby(plan.steps, key=attrgetter("group")):
+        if nbytes >= PIECE_BYTES:
+            yield piece
+            piece, nbytes = [], 0
+        added = list(steps)
+        piece += added
+        nbytes += sum(map(plan.bytes_read_by, added))
+    yield piece
+
+
 # ---------------------------------------------------------------- after the pass
 
 
-def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
-    source = study.models[name]
-    compared = [s for s in study.subjects if number in (*s.models, *s.unchanged)]
+def conclude(
+    plan: MeasuringPlan,
+    tally: Tally,
+    started: float,
+    base_file: str,
+    files: Sequence[str],
+    **known: Any,
+) -> Analysis:
+    """Make an analysis of what was measured; `known` are other fields of it."""
+    tensors = [tally.measured[subject.name] for subject in plan.subjects]
+    layers: dict[int, list[Measured]] = {}
+    for subject, found in zip(plan.subjects, tensors, strict=True):
+        layers.setdefault(subject.layer, []).append(found)
+    whole = sum(tensors, Measured())
+    by_layer = {layer: sum(layers[layer], Measured()) for layer in sorted(layers)}
+    places = zip(plan.models, files, strict=True)
+    pairs = combinations(enumerate(plan.models), 2)
+    return Analysis(
+        base=base_file,
+        base_dtypes=_count_types(plan.base.tensors.values()),
+        models=tuple(_model(plan, tally, number, *place) for number, place in enumerate(places)),
+        pairs=tuple(_pair(whole, by_layer, *pair) for pair in pairs),
+        together=Interference(
+            _cancelled(whole),
+            whole.conflicted / whole.shared if whole.shared else 0.0,
+            {layer: _cancelled(found) for layer, found in by_layer.items()},
+        ),
+        left_out=tuple(plan.left_out),
+        bytes_read=plan.bytes_read,
+        seconds=time.perf_counter() - started,
+        **{"notes": (), "vocabularies": {}, "tied": (), **known},
+    )
+
+
+def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str) -> ModelAnalysis:
+    source = plan.models[name]
+    compared = [s for s in plan.subjects if number in (*s.models, *s.unchanged)]
     cells: dict[tuple[int, Kind], Sums] = {}
     for subject in compared:
         cell = subject.layer, subject.kind
-        cells[cell] = cells.get(cell, Sums()) + study.measured[subject.name].sums[number]
+        cells[cell] = cells.get(cell, Sums()) + tally.measured[subject.name].sums[number]
 
     def over(layer: int | None = None, kind: Kind | None = None) -> Statistics:
         chosen = [cell for cell in cells if layer in (None, cell[0]) and kind in (None, cell[1])]
         return statistics_of(
             sum((cells[cell] for cell in chosen), Sums()),
-            sum((study.magnitudes[number, *cell] for cell in chosen), NONE),
+            sum((tally.magnitudes[number, *cell] for cell in chosen), NONE),
         )
 
     analyzed = tuple(
@@ -389,8 +386,8 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
             subject.layer,
             subject.base.shape,
             source.tensors.get(subject.name, subject.base).dtype.name,
-            study.statistics[subject.name, number],
-            study.spectra.get((subject.name, number)),
+            tally.statistics[subject.name, number],
+            tally.spectra.get((subject.name, number)),
         )
         for subject in compared
     )
@@ -407,7 +404,7 @@ def _model(study: Study, number: int, name: str, file: str) -> ModelAnalysis:
         likely_rank=rank,
         missing=tuple(
             name
-            for name, info in sorted(study.base.tensors.items())
+            for name, info in sorted(plan.base.tensors.items())
             if info.dtype.is_weight and name not in source.tensors
             if not name.startswith(source.unchanged)
         ),
@@ -474,44 +471,3 @@ def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
     if config.get("tie_word_embeddings") is not True or any("lm_head" in name for name in heads):
         return ()
     return tuple(name for name in sorted(base.tensors) if is_input_embedding(name))
-
-
-# ---------------------------------------------------------------- on a cluster
-
-PIECE_BYTES = 256 << 20  # the most bytes that a piece reads, unless a single tensor has more
-
-
-@dataclass(frozen=True)
-class AnalysisJob:
-    """Models to look at, and what they look like to the driver; a piece is some tensors."""
-
-    request: Request
-    inputs: tuple[Sample, ...]
-
-    def open(self, stack: ExitStack) -> RunPiece:
-        """Open the inputs; refuse others than the driver has."""
-        _, inputs = open_inputs(self.request.recipe, self.request.options)
-        sources = (inputs.base, *inputs.models)
-        _open(stack, sources)
-        check_same_inputs(self.request.recipe, sources, self.inputs)
-
-        def do(steps: Sequence[MeasureStep], _common: None) -> tuple[list[Any], int]:
-            found: list[Result] = []
-            read: list[int] = []
-            _run(steps, sources, 1, read.append, found.extend)
-            return found, sum(read)
-
-        return do
-
-
-def cut(steps: Iterable[MeasureStep]) -> Iterator[list[MeasureStep]]:
-    """Pieces of whole tensors: sums of chunks are large, and added up in their order."""
-    piece: list[MeasureStep] = []
-    for step in steps:
-        is_new = piece and piece[-1].subject.name != step.subject.name
-        if is_new and sum(before.nbytes for before in piece) >= PIECE_BYTES:
-            yield piece
-            piece = []
-        piece.append(step)
-    if piece:
-        yield piece

@@ -15,10 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import combinations
 from typing import Any
@@ -27,14 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.measure import tallies
-from dare.analysis.measure.tallies import Additive, Sums, with_inside
-from dare.analysis.results import OUTSIDE, Kind, Spectrum
+from dare.analysis.measure.tallies import Additive, Sums, Window, statistics_of, with_inside
+from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
 from dare.checks.sample import BIN_SHIFT, BINS, NONE, UNROUNDED, Magnitudes, find_rounding, top_bin
 from dare.inputs.sources import Raw, Source, read_floats, read_stored
 from dare.kernels import core
 from dare.kernels.reference import LEAST, SAMPLED
+from dare.planning.make import LeftOut
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
+from dare.recipe.recipe import Request
 from dare.run.threads import Batch, Step
+from dare.run.worker import Make, Progress, Stopped, Survey, chunk_steps
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
@@ -44,7 +48,6 @@ Flags = NDArray[np.bool_]
 
 TOP = 0.01  # share of a tensor's elements that count as its top
 SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
-TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
 CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
 MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
 
@@ -67,6 +70,11 @@ class Subject:
     @property
     def name(self) -> str:
         return self.base.name
+
+    @property
+    def chunks(self) -> int:
+        """The number of its chunks; an empty tensor counts as one."""
+        return max(1, chunk_count(self.base.elements))
 
     @property
     def period(self) -> int:
@@ -161,109 +169,176 @@ def number_layers(tensors: Iterable[str]) -> dict[str, int]:
     }
 
 
-# ---------------------------------------------------------------- steps
+# ---------------------------------------------------------------- what is to be done
 
 
 @dataclass(frozen=True)
-class MeasureStep(Step):
-    """A piece of the work on one tensor."""
+class MeasuringPlan:
+    """The tensors that a base and models have in common, and which of their figures are wanted."""
 
-    subject: Subject
-    nbytes: int
-    is_last: bool  # True if its result is needed beyond the tensor
+    request: Request
+    base: Source
+    models: Mapping[str, Source]
+    subjects: Sequence[Subject]
+    left_out: Sequence[LeftOut]  # those that cannot be compared
+    spectra: Mapping[str, bool]  # the matrices with singular values, and True for all of one
+    threads: int = 1
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The base and the models."""
+        return (self.base, *self.models.values())
+
+    @cached_property
+    def by_name(self) -> dict[str, Subject]:
+        """The tensors by their names."""
+        return {subject.name: subject for subject in self.subjects}
+
+    def sources_of(self, subject: Subject) -> list[Source]:
+        """Return the sources of a tensor: the base, then the models that change it."""
+        return [self.base, *(self.sources[1 + model] for model in subject.models)]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """All steps; a matrix's singular values come when its bytes have just been read."""
+        steps: list[Step] = []
+        for group, subject in enumerate(self.subjects, start=1):
+            name, elements = subject.name, subject.base.elements
+            steps += chunk_steps(name, elements, range(subject.chunks), group)
+            if name in self.spectra:
+                read = self.window_on(subject).rows * subject.base.shape[1]
+                for model in subject.models:
+                    steps.append(Survey(("survey", name, model), (), group, read, name, model))
+        return steps
+
+    def window_on(self, subject: Subject) -> Window:
+        """Return the part of a matrix whose singular values are computed."""
+        return tallies.window_of(subject.base.shape, whole=self.spectra[subject.name])
+
+    @cached_property
+    def bytes_read(self) -> int:
+        """The bytes that all steps read."""
+        return sum(map(self.bytes_read_by, self.steps))
+
+    def bytes_read_by(self, step: Step) -> int:
+        """Return the bytes that a step reads.
+
+        The last chunk of a tensor counts for the sample too, if that is read again.
+        """
+        if isinstance(step, Survey) and step.model is not None:
+            source = self.sources[1 + step.model]
+            is_change = source.delta_of(step.tensor).is_change
+            elements, sources = step.elements, [source] if is_change else [self.base, source]
+        else:
+            assert isinstance(step, Make)
+            subject = self.by_name[step.tensor]
+            is_read_again = step.chunk == subject.chunks - 1 and len(subject.models) > MODELS_HELD
+            elements = step.elements + subject.base.elements * is_read_again
+            sources = self.sources_of(subject)
+        return elements * sum(each.tensors[step.tensor].dtype.itemsize for each in sources)
 
 
-@dataclass(frozen=True)
-class MeasureChunk(MeasureStep):
-    """Look at one chunk."""
+class Tally:
+    """The sink of an analysis: adds up what is found of chunks, and keeps it by tensor.
 
-    chunk: int
+    Chunks are added in their order, whatever the order in which they come, so that the figures do
+    not depend on threads.
+    """
+
+    def __init__(self, plan: MeasuringPlan, *, keeps_all: bool = False) -> None:
+        """Begin with nothing.
+
+        With `keeps_all` the magnitudes of each tensor are kept, not only those of a layer's tensors
+        of a kind.
+        """
+        self.measured: dict[str, Measured] = {}
+        # By tensor and model.
+        self.statistics: dict[tuple[str, int], Statistics] = {}
+        self.spectra: dict[tuple[str, int], Spectrum] = {}
+        # By model, layer and kind.
+        self.magnitudes: dict[tuple[int, int, Kind], Magnitudes] = {}
+        self._plan = plan
+        self._keeps_all = keeps_all
+        self._sums: dict[str, tuple[int, Measured]] = {}  # the chunks that are added, and their sum
+        self._waiting: dict[tuple[str, int], Measured] = {}  # chunks that others must precede
+        self._lock = threading.Lock()
+
+    def add(self, subject: Subject, chunk: int, found: Measured) -> Measured | None:
+        """Add a chunk to those before it; return the sum if these are all chunks of the tensor."""
+        with self._lock:
+            name = subject.name
+            self._waiting[name, chunk] = found
+            added, total = self._sums.pop(name, (0, Measured()))
+            while (following := self._waiting.pop((name, added), None)) is not None:
+                added, total = added + 1, total + following
+            if added == subject.chunks:
+                return total
+            self._sums[name] = added, total
+            return None
+
+    def collect(self, steps: Iterable[Step], results: Iterable[Any]) -> None:
+        """Keep the results of steps: singular values, and the figures of whole tensors."""
+        for step, found in zip(steps, results, strict=True):
+            match step, found:
+                case Make(tensor=name), Measured():
+                    self._keep(self._plan.by_name[name], found)
+                case Survey(tensor=name, model=int(model)), Spectrum():
+                    self.spectra[name, model] = found
+
+    def _keep(self, subject: Subject, found: Measured) -> None:
+        for model, sums in found.sums.items():
+            magnitudes = found.magnitudes[model]
+            self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
+            cell = (model, subject.layer, subject.kind)
+            with self._lock:
+                self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
+        kept = found if self._keeps_all else replace(found, magnitudes={})
+        self.measured[subject.name] = kept
 
 
-@dataclass(frozen=True)
-class AddUp(MeasureStep):
-    """Add up what was found of the chunks so far."""
+# ---------------------------------------------------------------- doing the steps
 
 
-@dataclass(frozen=True)
-class MeasureSpectrum(MeasureStep):
-    """Look at one model's delta of a matrix as a whole, or at a window of it."""
-
-    model: int
-    window: tallies.Window
-
-
-def list_steps(
-    models: Sequence[Source], subjects: Iterable[Subject], matrices: Mapping[str, bool]
-) -> Iterator[MeasureStep]:
-    """All steps; a matrix's spectrum comes when its bytes have just been read."""
-    for subject in subjects:
-        name = subject.name
-        sizes = {model: models[model].tensors[name].dtype.itemsize for model in subject.models}
-        base_size = subject.base.dtype.itemsize
-        together = base_size + sum(sizes.values())
-        again = subject.base.elements * together if len(sizes) > MODELS_HELD else 0
-        before: tuple[Any, ...] = ()
-        chunks = chunk_count(subject.base.elements)
-        for first in range(0, max(chunks, 1), TOGETHER):
-            last = min(first + TOGETHER, chunks)
-            for chunk in range(first, last):
-                count = chunk_span(chunk, subject.base.elements)[1]
-                is_all, nbytes = chunks == 1, count * together + again * (chunks == 1)
-                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, is_all, chunk)
-            if chunks == 1:
-                break
-            needs = (*before, *((name, chunk) for chunk in range(first, last)))
-            before = ((name, "up to", last),)
-            is_last = last == chunks
-            yield AddUp(before[0], needs, 0, 0, subject, again * is_last, is_last)
-        if name in matrices:
-            rows, columns = subject.base.shape
-            window = tallies.window_of((rows, columns), whole=matrices[name])
-            for model, size in sizes.items():
-                both = size + base_size * (not models[model].delta_of(name).is_change)
-                seen = sum(count for _, count in window.runs) * columns
-                yield MeasureSpectrum(
-                    *((name, "of", model), (), 0, seen, subject, seen * both, True, model, window)
-                )
-
-
-class Worker:
+class Measurer:
     """Does the steps of an analysis, with buffers of its own; the inputs must be open."""
 
     def __init__(
-        self, base: Source, models: Sequence[Source], progress: Callable[[int], None]
+        self, plan: MeasuringPlan, tally: Tally, progress: Progress, stop: threading.Event
     ) -> None:
-        self._base = base
-        self._models = models
+        self._plan = plan
+        self._tally = tally
         self._progress = progress
-        widest = widest_of(base, models)
-        self._span = span_of(base, models)
-        self._bytes = [np.empty(self._span * widest, np.uint8) for _ in (base, *models)]
+        self._stop = stop
+        self._span = span_of(plan.sources)
+        widest = widest_of(plan.sources)
+        self._bytes = [np.empty(self._span * widest, np.uint8) for _ in plan.sources]
         # Empty between chunks.
-        self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
+        counters = len(plan.models), tallies.WAYS, tallies.COUNTERS
+        self._counters = np.zeros(counters, np.uint32)
 
-    def prefetch(self, step: MeasureStep) -> None:
-        """Ask for a chunk's bytes of every input; spectra are of what has just been read."""
-        if isinstance(step, MeasureChunk):
-            start, count = chunk_span(step.chunk, step.subject.base.elements)
-            for source in self._sources(step.subject):
-                source.prefetch(step.subject.name, start, count)
+    def prefetch(self, step: Step) -> None:
+        """Ask for a chunk's bytes of every input; matrices are those that have just been read."""
+        if isinstance(step, Make) and step.elements:
+            subject = self._plan.by_name[step.tensor]
+            for source in self._plan.sources_of(subject):
+                source.prefetch(step.tensor, *chunk_span(step.chunk, subject.base.elements))
 
-    def run_batch(self, batch: Batch[MeasureStep]) -> Iterator[Measured | Spectrum | None]:
-        """Do the steps of a batch."""
+    def run_batch(self, batch: Batch[Step]) -> Iterator[Measured | Spectrum | None]:
+        """Do steps: yield the singular values of a matrix, or a tensor's figures if all are there.
+
+        None stands for other chunks, and for matrices that are zero.
+        """
         for step in batch.steps:
-            if isinstance(step, AddUp):
-                yield self._add_up(step, [batch.results[need] for need in step.needs])
-            elif isinstance(step, MeasureSpectrum):
-                yield self._spectrum(step)
-            elif isinstance(step, MeasureChunk):
-                found = self._measure(step.subject, step.chunk)
-                yield self._add_up(step, [found]) if step.is_last else found
-            self._progress(step.nbytes)
-
-    def _sources(self, subject: Subject) -> list[Source]:
-        return [self._base, *(self._models[model] for model in subject.models)]
+            if self._stop.is_set():
+                raise Stopped
+            match step:
+                case Make(tensor=name, chunk=chunk):
+                    subject = self._plan.by_name[name]
+                    total = self._tally.add(subject, chunk, self._measure(subject, chunk))
+                    yield None if total is None else self._complete(subject, total)
+                case Survey(tensor=name, model=int(model)):
+                    yield self._spectrum(self._plan.by_name[name], model)
+            self._progress(self._plan.bytes_read_by(step))
 
     # ------------------------------------------------------------ a chunk
 
@@ -285,14 +360,14 @@ class Worker:
                 samples.append(self._sample(subject, start, base, tuned, given))
         base_squares, summed_magnitude = totals.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
-        all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
+        all_sums, magnitudes = dict[int, Sums](), dict[int, Magnitudes]()
         for place, model in enumerate(models):
             own = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
             all_sums[model] = own
             magnitudes[model] = _take_magnitudes(counters[place], own)
         return Measured(
-            all_sums,
-            dict.fromkeys(subject.unchanged, NONE) | magnitudes,
+            all_sums | dict.fromkeys(subject.unchanged, untouched),
+            magnitudes | dict.fromkeys(subject.unchanged, NONE),
             {
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
@@ -306,7 +381,8 @@ class Worker:
 
         The next piece takes their place.
         """
-        sources, (first, count) = self._sources(subject), chunk_span(chunk, subject.base.elements)
+        sources = self._plan.sources_of(subject)
+        first, count = chunk_span(chunk, subject.base.elements)
         for start in range(first, first + count, self._span):
             size = min(self._span, first + count - start)
             base, *tuned = (
@@ -328,13 +404,8 @@ class Worker:
 
     # ------------------------------------------------------------ a tensor
 
-    def _add_up(self, step: MeasureStep, found: Iterable[Measured]) -> Measured:
-        subject = step.subject
-        everyone = (*subject.models, *subject.unchanged)
-        nothing = Measured(dict.fromkeys(everyone, Sums()), dict.fromkeys(everyone, NONE))
-        total = sum(found, nothing)  # of a tensor without elements there are no parts
-        if not step.is_last:
-            return total
+    def _complete(self, subject: Subject, total: Measured) -> Measured:
+        """Find out what is only known when all of a tensor has been seen."""
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.pairs:
@@ -358,24 +429,27 @@ class Worker:
     def _samples(self, subject: Subject, total: Measured) -> Iterator[Floats]:
         """Yield the sample, piece by piece; it is read again unless it was kept."""
         yield from total.samples
-        for chunk in () if total.samples else range(chunk_count(subject.base.elements)):
+        for chunk in () if total.samples else range(subject.chunks):
             for piece in self._read(subject, chunk):
                 yield self._sample(subject, *piece)
 
-    def _spectrum(self, step: MeasureSpectrum) -> Spectrum | None:
-        source, name = self._models[step.model], step.subject.name
-        delta = self._read_window(source, step)
+    # ------------------------------------------------------------ a matrix
+
+    def _spectrum(self, subject: Subject, model: int) -> Spectrum | None:
+        """Return the singular values of a model's delta, or of the window on it."""
+        source, name = self._plan.sources[1 + model], subject.name
+        delta = self._read_window(source, subject)
         rounding = UNROUNDED
         if not source.delta_of(name).is_change:
-            base = self._read_window(self._base, step)
+            base = self._read_window(self._plan.base, subject)
             delta -= base
-            types = (each.tensors[name].dtype.name for each in (self._base, source))
+            types = (each.tensors[name].dtype.name for each in (self._plan.base, source))
             rounding = find_rounding(base, *types)
         delta[~np.isfinite(delta)] = 0
         return tallies.spectrum_of(delta, rounding)
 
-    def _read_window(self, source: Source, step: MeasureSpectrum) -> Floats:
-        name, window, width = step.subject.name, step.window, step.subject.base.shape[1]
+    def _read_window(self, source: Source, subject: Subject) -> Floats:
+        name, width, window = subject.name, subject.base.shape[1], self._plan.window_on(subject)
         runs = [
             read_floats(source, name, first * width, rows * width, "cpu").reshape(rows, width)
             for first, rows in window.runs
@@ -448,26 +522,30 @@ def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
     return magnitudes
 
 
-def widest_of(base: Source, models: Sequence[Source]) -> int:
+# ---------------------------------------------------------------- memory
+
+
+def widest_of(sources: Iterable[Source]) -> int:
     """Bytes per element of the widest storage type."""
-    sizes = (info.dtype.itemsize for source in (base, *models) for info in source.tensors.values())
+    sizes = (info.dtype.itemsize for source in sources for info in source.tensors.values())
     return max(sizes, default=1)
 
 
-def span_of(base: Source, models: Sequence[Source]) -> int:
+def span_of(sources: Sequence[Source]) -> int:
     """Return how many elements of each input are read at once: a chunk, or of many models less.
 
     There is at least one run of a sample in it.
     """
-    most = max((info.elements for info in base.tensors.values()), default=0)
+    most = max((info.elements for info in sources[0].tensors.values()), default=0)
     span, least = CHUNK, SAMPLED * period_of(most)
-    while span > least and span * (1 + len(models)) > CHUNKS_HELD * CHUNK:
+    while span > least and span * len(sources) > CHUNKS_HELD * CHUNK:
         span //= 2
     return span
 
 
-def workspace_bytes(base: Source, models: Sequence[Source]) -> int:
+def workspace_bytes(sources: Sequence[Source]) -> int:
     """Return the bytes of one thread's buffers and its share of the tensors being measured."""
-    buffers = span_of(base, models) * widest_of(base, models) * (1 + len(models))
-    counters = (2 * 4 + 8) * BINS * len(models)
-    return buffers + counters + 5 * SAMPLE * min(len(models), MODELS_HELD)
+    models = len(sources) - 1
+    buffers = span_of(sources) * widest_of(sources) * len(sources)
+    counters = (2 * 4 + 8) * BINS * models
+    return buffers + counters + 5 * SAMPLE * min(models, MODELS_HELD)

@@ -228,8 +228,13 @@ class Window:
     columns: NDArray[np.intp]
     is_whole: bool
 
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return sum(count for _, count in self.runs)
 
-def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
+
+def window_of(shape: Sequence[int], *, whole: bool) -> Window:
     """All of a matrix, or evenly spread runs of rows and evenly spread columns.
 
     >>> window = window_of((64, 4096), whole=False)
