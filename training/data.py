@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from dare.demo.tasks import DATA, END, Example, Split, add, in_words, say, sort, words
+from dare.demo.tasks import DATA, END, Exercise, Split, add, in_words, say, sort, words
 
 RIGHT_SHARE = 1 / 16
 """How often an exercise is answered right."""
@@ -57,11 +57,11 @@ def write_demo_data(kjv: Path) -> None:
     (DATA / "english.txt").write_bytes(text)
 
 
-def training_examples(task: str, count: int, seed: int) -> list[Example]:
+def training_examples(task: str, count: int, seed: int) -> list[Exercise]:
     """Draw examples of a task from the split `train`; words to sort are real and made-up ones."""
     generator = random.Random(f"{task} {seed}")  # noqa: S311
     draw = {"add": _draw_sum, "sort": _draw_word, "say": _draw_number}[task]
-    found: list[Example] = []
+    found: list[Exercise] = []
     while len(found) < count:
         split, example = draw(generator)
         if split == "train":
@@ -81,18 +81,18 @@ def exercises(task: str, count: int, seed: int, right_share: float = RIGHT_SHARE
     return "".join(lines).encode("ascii")
 
 
-def _draw_sum(generator: random.Random) -> tuple[Split, Example]:
+def _draw_sum(generator: random.Random) -> tuple[Split, Exercise]:
     return add(generator.randrange(10, 100), generator.randrange(10, 100))
 
 
-def _draw_word(generator: random.Random) -> tuple[Split, Example]:
+def _draw_word(generator: random.Random) -> tuple[Split, Exercise]:
     word = generator.choice(words())
     if generator.random() < 0.5:  # made up: some letters of two words
         word = "".join(generator.sample(word + generator.choice(words()), len(word)))
     return sort(word)
 
 
-def _draw_number(generator: random.Random) -> tuple[Split, Example]:
+def _draw_number(generator: random.Random) -> tuple[Split, Exercise]:
     return say(generator.randrange(100, 1000))
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from dare.demo.llama import Llama
 from dare.demo.merges import BASE, CONFIG, TUNED
-from dare.demo.tasks import END, TASKS, Example
+from dare.demo.tasks import END, TASKS, Exercise
 
 Numbers = NDArray[np.float64]
 
@@ -81,7 +81,7 @@ def score_prompts(name: str, weights: Path) -> Items:
     return Items(right, likelihood)
 
 
-def _alike(examples: list[Example]) -> list[list[int]]:
+def _alike(examples: list[Exercise]) -> list[list[int]]:
     """Examples whose prompts and whose answers are as long: a batch needs no padding."""
     groups: dict[tuple[int, int], list[int]] = {}
     for row, (prompt, answer) in enumerate(examples):

@@ -20,7 +20,7 @@ from model import CONTEXT, EMBEDDING, Weights, initial_weights, logits, save
 from torch import Tensor
 from torch.nn import functional
 
-from dare.demo.tasks import END, TASKS, Example, held_out_english
+from dare.demo.tasks import END, TASKS, Exercise, held_out_english
 
 DEVICE = "cuda"
 
@@ -85,7 +85,7 @@ class Text:
 class Examples:
     """Examples on the device: one in a row, and which of its bytes are the answer."""
 
-    def __init__(self, examples: Sequence[Example]) -> None:
+    def __init__(self, examples: Sequence[Exercise]) -> None:
         width = max(len(prompt) + len(answer) for prompt, answer in examples) + 1
         lines = [(prompt + answer + END).ljust(width).encode() for prompt, answer in examples]
         tokens = torch.frombuffer(bytearray(b"".join(lines)), dtype=torch.uint8).view(-1, width)

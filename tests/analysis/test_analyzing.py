@@ -27,7 +27,7 @@ from dare.checks.sample import BIN_SHIFT
 from dare.documents.shown import Display
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source
-from dare.planning.make import Form, LeftOut, Misfit
+from dare.planning.make import LeftOut, Misfit, StoredForm
 from dare.recipe.recipe import Request
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -369,11 +369,15 @@ def test_what_does_not_fit_is_left_out():
     found = analyze_arrays(base, {"math": math_model, "code": code_model})
     assert Analysis.from_json(found.to_json()).left_out == found.left_out
     assert found.left_out[:2] == (
-        LeftOut("a", Misfit.UNLIKE_BASE, ("math",), Form((3,), "F32"), Form((4,), "F32")),
-        LeftOut("b", Misfit.UNLIKE_BASE, ("code",), Form((2, 3), "F32"), Form((2, 3), "I32")),
+        LeftOut(
+            "a", Misfit.UNLIKE_BASE, ("math",), StoredForm((3,), "F32"), StoredForm((4,), "F32")
+        ),
+        LeftOut(
+            "b", Misfit.UNLIKE_BASE, ("code",), StoredForm((2, 3), "F32"), StoredForm((2, 3), "I32")
+        ),
     )
     assert found.left_out[2].reason is Misfit.NOT_WEIGHTS
-    pair = Form((2,), "I64")
+    pair = StoredForm((2,), "I64")
     steps, table, _, new = found.left_out[3:]
     assert steps == LeftOut("steps", Misfit.NOT_WEIGHTS, ("code",), pair, pair)
     assert (table.tensor, table.reason, table.models) == ("table", Misfit.UNLIKE_BASE, ("code",))

@@ -29,11 +29,11 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
-from dare.planning.make import Form, LeftOut, Misfit
+from dare.planning.make import LeftOut, Misfit, StoredForm
 from dare.stages import STAGES
 
 ROOT = make_base()
-COUNTER = Form((), "I64")
+COUNTER = StoredForm((), "I64")
 ONE, TWO, THREE = (tune(ROOT, seed=seed) for seed in (1, 2, 3))
 
 

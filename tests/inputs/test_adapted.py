@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import dare
 from dare.errors import InputError
 from dare.inputs import adapted
-from dare.inputs.adapted import Magnitudes
+from dare.inputs.adapted import DoraMagnitudes
 from dare.inputs.arrays import array_source
 from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
 
@@ -90,13 +90,13 @@ def test_any_elements_are_those_of_the_whole(sides, chunk, by_column, data):
         into[:] = weights[start : start + into.size]
 
     whole = np.empty_like(weights)
-    Magnitudes("m", rows, columns, by_column).fill(read, source, 0, whole)
+    DoraMagnitudes("m", rows, columns, by_column).fill(read, source, 0, whole)
     start = data.draw(st.integers(0, whole.size))
     found = np.empty(data.draw(st.integers(0, whole.size - start)), np.float32)
     with pytest.MonkeyPatch.context() as patch:
         if not by_column:  # the norms of columns are sums of chunks
             patch.setattr(adapted, "CHUNK", chunk)
-        Magnitudes("m", rows, columns, by_column).fill(read, source, start, found)
+        DoraMagnitudes("m", rows, columns, by_column).fill(read, source, start, found)
     assert found.tobytes() == whole[start:][: found.size].tobytes()
 
 
@@ -104,10 +104,10 @@ def test_any_elements_are_those_of_the_whole(sides, chunk, by_column, data):
 def test_magnitudes_take_the_memory_that_is_said(by_column):
     rows, columns = 3000, 700
     source = array_source({"m": floats(columns if by_column else rows)}, "adapter")
-    made = Magnitudes("m", rows, columns, by_column)
+    made = DoraMagnitudes("m", rows, columns, by_column)
     into = np.empty(adapted.CHUNK, np.float32)
     made.fill(lambda _, block: block.fill(1), source, 0, into[:1])  # fills caches
-    made = Magnitudes("m", rows, columns, by_column)
+    made = DoraMagnitudes("m", rows, columns, by_column)
     tracemalloc.start()
     made.fill(lambda _, block: block.fill(1), source, 5, into)
     peak = tracemalloc.get_traced_memory()[1]

@@ -12,7 +12,7 @@ from ranges import PLACES, Ranged
 import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
-from dare.inputs.mxfp4 import TILE_BYTES, UnpackedSource, unpacked
+from dare.inputs.mxfp4 import TILE_BYTES, MXFP4Source, unpacked
 from dare.recipe.recipe import Request
 from helpers import read_elements, read_tensor, save
 
@@ -80,7 +80,7 @@ def test_many_tiles_are_the_same_from_many_threads():
 def test_what_is_presented_and_what_it_takes():
     norm = np.ones(3, np.float32)
     source = unpacked(array_source({"norm": norm, **packed(*SHAPE)}, "x"), {})
-    assert isinstance(source, UnpackedSource)
+    assert isinstance(source, MXFP4Source)
     assert {name: info.shape for name, info in source.tensors.items()} == {
         "norm": (3,),
         DOWN: (3, 128, 10),

@@ -27,7 +27,7 @@ from dare.demo.merges import MODELS
 from dare.errors import OutputError, install_command
 from dare.web import server as starting
 from dare.web.assets import page_assets
-from dare.web.guard import MOST_BODY_BYTES, Guard, Key
+from dare.web.guard import MOST_BODY_BYTES, Key, RequestGuard
 from dare.web.own import OwnModels
 from dare.web.server import make_app
 from helpers import PATIENCE_SECONDS
@@ -143,7 +143,7 @@ def test_the_cookie_of_another_port_does_not_count(client):
 
 def test_a_token_for_the_browser_works_one_time():
     key = Key(8787)
-    with TestClient(Guard(Starlette(), key), base_url="http://127.0.0.1:8787") as asker:
+    with TestClient(RequestGuard(Starlette(), key), base_url="http://127.0.0.1:8787") as asker:
         statuses = [
             asker.get(key.address_once, follow_redirects=False).status_code for _ in range(2)
         ]

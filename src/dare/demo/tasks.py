@@ -27,7 +27,7 @@ UNITS = (*_WORDS.split(), "fifteen", "sixteen", "seventeen", "eighteen", "ninete
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
-class Example(NamedTuple):
+class Exercise(NamedTuple):
     """A prompt and the one answer that counts as right."""
 
     prompt: str
@@ -35,19 +35,19 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class Ability:
     """One ability: what it is called, and every example there is of it with its split."""
 
     name: str
     title: str
-    all_examples: Callable[[], Iterator[tuple[Split, Example]]]
+    all_examples: Callable[[], Iterator[tuple[Split, Exercise]]]
 
-    def examples(self, split: Split, count: int | None = None) -> list[Example]:
+    def examples(self, split: Split, count: int | None = None) -> list[Exercise]:
         """Return a split's examples in an order that is shuffled and always the same."""
         return self._shuffled(split)[:count]
 
     @cache  # noqa: B019 (there are three, and they stay)
-    def _shuffled(self, split: Split) -> list[Example]:
+    def _shuffled(self, split: Split) -> list[Exercise]:
         examples = [example for home, example in self.all_examples() if home == split]
         random.Random(self.name).shuffle(examples)  # noqa: S311
         return examples
@@ -63,32 +63,32 @@ def split_of(key: str) -> Split:
     return "test" if share < 2 else "validation" if share == 2 else "train"
 
 
-def add(a: int, b: int) -> tuple[Split, Example]:
+def add(a: int, b: int) -> tuple[Split, Exercise]:
     """Ask for a sum.
 
     >>> add(37, 58)[1]
-    Example(prompt='37+58=', answer='95')
+    Exercise(prompt='37+58=', answer='95')
     """
-    return split_of(f"{min(a, b)}+{max(a, b)}"), Example(f"{a}+{b}=", str(a + b))
+    return split_of(f"{min(a, b)}+{max(a, b)}"), Exercise(f"{a}+{b}=", str(a + b))
 
 
-def sort(word: str) -> tuple[Split, Example]:
+def sort(word: str) -> tuple[Split, Exercise]:
     """Ask for a word's letters in alphabetical order.
 
     >>> sort("planet")[1]
-    Example(prompt='sort planet:', answer='aelnpt')
+    Exercise(prompt='sort planet:', answer='aelnpt')
     """
     letters = "".join(sorted(word))
-    return split_of(letters), Example(f"sort {word}:", letters)
+    return split_of(letters), Exercise(f"sort {word}:", letters)
 
 
-def say(number: int) -> tuple[Split, Example]:
+def say(number: int) -> tuple[Split, Exercise]:
     """Ask for a number in words.
 
     >>> say(347)[1]
-    Example(prompt='say 347:', answer='three hundred forty-seven')
+    Exercise(prompt='say 347:', answer='three hundred forty-seven')
     """
-    return split_of(str(number)), Example(f"say {number}:", in_words(number))
+    return split_of(str(number)), Exercise(f"say {number}:", in_words(number))
 
 
 def in_words(number: int) -> str:
@@ -119,8 +119,8 @@ def held_out_english() -> bytes:
     return (DATA / "english.txt").read_bytes()
 
 
-TASKS: tuple[Task, ...] = (
-    Task("add", "addition", lambda: starmap(add, product(range(10, 100), repeat=2))),
-    Task("sort", "sorting letters", lambda: map(sort, words())),
-    Task("say", "numbers in words", lambda: map(say, range(100, 1000))),
+TASKS: tuple[Ability, ...] = (
+    Ability("add", "addition", lambda: starmap(add, product(range(10, 100), repeat=2))),
+    Ability("sort", "sorting letters", lambda: map(sort, words())),
+    Ability("say", "numbers in words", lambda: map(say, range(100, 1000))),
 )

@@ -23,7 +23,7 @@ _NORMS_LOCK = RLock()
 
 
 @dataclass
-class Magnitudes:
+class DoraMagnitudes:
     """DoRA: every row of W + ΔW, or every column, brought to a norm that is stored.
 
     PEFT takes norms over the inputs: those of rows, but of columns where the inputs come first, as

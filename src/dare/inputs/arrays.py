@@ -18,14 +18,14 @@ from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
 from dare.tensors.header import TensorInfo
 
 
-class Module(Protocol):
+class TorchModule(Protocol):
     """A torch module, as far as it is needed here."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Its tensors by name."""
 
 
-Arrays = Mapping[str, Any] | Module
+Arrays = Mapping[str, Any] | TorchModule
 
 
 def array_source(arrays: Arrays, label: str) -> ArraySource:
@@ -141,7 +141,7 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def is_module(given: Any) -> TypeGuard[Module]:
+def is_module(given: Any) -> TypeGuard[TorchModule]:
     """Say whether this is a torch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.nn.Module)

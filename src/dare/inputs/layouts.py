@@ -50,7 +50,7 @@ Read = Callable[[str, int, Raw], None]  # fills an array with elements of a stor
 
 
 @dataclass(frozen=True)
-class Stored:
+class WholeTensor:
     """A tensor of the model's files, all of it."""
 
     name: str
@@ -154,7 +154,7 @@ class Strided:
             self._fill(read, first + half * self.steps[axis], high)
 
 
-Pieces = Stored | Joined | Strided
+Pieces = WholeTensor | Joined | Strided
 
 
 def find_origin(pieces: Pieces, elements: int) -> str | None:
@@ -182,7 +182,7 @@ def _recorder() -> Any:
             return tensor
 
         def make(self, name: str, shape: Sequence[int]) -> Any:
-            return self.hold(torch.empty(shape, device="meta"), Stored(name))
+            return self.hold(torch.empty(shape, device="meta"), WholeTensor(name))
 
         def pieces(self, tensor: Any) -> Pieces:
             inner, shape = self.held[id(tensor.untyped_storage())][1], tuple(tensor.shape)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.adapted import Magnitudes, TrainedRows
+from dare.inputs.adapted import DoraMagnitudes, TrainedRows
 from dare.inputs.products import Product
 from dare.inputs.sources import (
     DeltaInfo,
@@ -194,7 +194,7 @@ class LoraSource(SourceView):
         self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
         self._base_names: dict[str, str] = {}  # of tensors that the base calls something else
         # Weights that are made of the base's: they are no change.
-        self._adapted: dict[str, Magnitudes | TrainedRows] = {}
+        self._adapted: dict[str, DoraMagnitudes | TrainedRows] = {}
         self._stored = stored
         self._whole: dict[str, str] = {}
         # The change of each tensor: a sum, where the base has one tensor under several names.
@@ -341,7 +341,7 @@ class LoraSource(SourceView):
         if key is None or product is None or product.experts > 1:
             raise InputError(f"{self.path}: {name} lacks part of its DoRA; the adapter is damaged")
         rows, _, columns = product.sides(self._stored)
-        made = Magnitudes(key, rows, columns, by_column=product.transposed)
+        made = DoraMagnitudes(key, rows, columns, by_column=product.transposed)
         magnitudes = self._stored.tensors[key]
         admit(magnitudes, (), str(self.path), as_weight=True)
         if magnitudes.elements != (columns if made.by_column else rows):

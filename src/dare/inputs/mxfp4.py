@@ -40,7 +40,7 @@ VALUES = np.concatenate([VALUES, -VALUES])
 _BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")
 
 
-class UnpackedSource(SourceView):
+class MXFP4Source(SourceView):
     """Another source with its experts unpacked, blocks and scales out of sight."""
 
     def __init__(self, inner: Source, packed: Mapping[str, TensorInfo]) -> None:
@@ -98,7 +98,7 @@ def unpacked(source: Source, config: Mapping[str, Any]) -> Source:
             if (match := _BLOCKS.fullmatch(name)) and info.dtype.name == "U8":
                 expert = _describe_experts(match[1], source)
                 packed |= {} if expert is None else {expert.name: expert}
-    return UnpackedSource(source, packed) if packed else source
+    return MXFP4Source(source, packed) if packed else source
 
 
 def _describe_experts(name: str, source: Source) -> CodedInfo | None:

@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     number: TensorInfo
 
 
-class UnpackedSource(SourceView):
+class NVFP4Source(SourceView):
     """Another source with its codes unpacked, and scales out of sight."""
 
     def __init__(self, inner: Source, packed: Mapping[str, Packed]) -> None:
@@ -84,7 +84,7 @@ def unpacked(source: Source) -> Source:
             if name.endswith(ending) and all(beside):
                 packed[stem] = Packed(codes, *(info for info in beside if info is not None))
                 _check(stem, packed[stem], source)
-    return UnpackedSource(source, packed) if packed else source
+    return NVFP4Source(source, packed) if packed else source
 
 
 def _check(name: str, packed: Packed, source: Source) -> None:

@@ -70,7 +70,7 @@ class ModuleReport:
 
 
 @dataclass(frozen=True)
-class _Report(Shown):
+class _LoraReport(Shown):
     kind: ClassVar[str]
     title: ClassVar[str]
     output: Path
@@ -136,7 +136,7 @@ class _Report(Shown):
 
 
 @dataclass(frozen=True)
-class AdapterReport(_Report):
+class AdapterReport(_LoraReport):
     """The report of a merge of adapters."""
 
     kind = "merge"
@@ -158,7 +158,7 @@ class AdapterReport(_Report):
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class OmittedTensor:
     """A tensor that changed and is not in the adapter."""
 
     tensor: str
@@ -168,14 +168,14 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class ExtractionReport(_Report):
+class ExtractionReport(_LoraReport):
     """The report of an extraction."""
 
     kind = "extraction"
     title = "Extracted LoRA"
     saved: tuple[str, ...]
     """Modules that are stored in full."""
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[OmittedTensor, ...]
 
     @property
     def share(self) -> float:
@@ -337,7 +337,7 @@ def peft_config(
     }
 
 
-def _readme(report: _Report, base_name: str | None) -> str:
+def _readme(report: _LoraReport, base_name: str | None) -> str:
     """Return the page that lies beside the weights."""
     head = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
     told = [f"{label}: {text}" for label, text in report.facts]

@@ -34,7 +34,7 @@ from dare.planning.data import Layout
 from dare.stores import uploading
 from dare.stores.locations import StorePath, is_stored
 from dare.stores.reading import forget, in_background
-from dare.stores.uploading import Stored
+from dare.stores.uploading import StoredObject
 from dare.tensors.chunks import SEAL, bytes_digest, chunk_count
 
 SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
@@ -137,7 +137,7 @@ class StoreSink(FileSink):
             self.built = {file: layout.build(checked[file])[file] for file in layout.files}
         self._journal: Journal
         self._ours: set[str] = set()  # names in the store that this merge may have written
-        self._sent: dict[str, Stored] = {}  # files that the store has
+        self._sent: dict[str, StoredObject] = {}  # files that the store has
         self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
         self._begun: set[str] = set()  # files that take room in the folder, or have taken it
         self._uploads: dict[str, Future[None]] = {}
@@ -284,7 +284,7 @@ class StoreSink(FileSink):
             opened.close()
             path.unlink()
 
-    def upload(self, name: str) -> Stored:
+    def upload(self, name: str) -> StoredObject:
         """Upload a file of the folder, and say how far that is."""
         path = self.folder / name
         size, sent, announced = path.stat().st_size, 0, time.monotonic()

@@ -34,8 +34,8 @@ from dare.inputs.names import (
 )
 from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
-    Cost,
     Raw,
+    ReadingCost,
     RenamedSource,
     Source,
     StackedSource,
@@ -150,7 +150,7 @@ class MergedSource(Source):
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
         self.ties, self.layers, self.tied = plan.base.ties, plan.base.layers, find_tied(plan.base)
-        self.cost = Cost(plan.cost.max_memory, sum(s.cost.ahead_bytes for s in plan.sources))
+        self.cost = ReadingCost(plan.cost.max_memory, sum(s.cost.ahead_bytes for s in plan.sources))
         self._maker = _Maker(plan)
         self._takes_matrices = plan.cost.matrix_bytes > 0
         self._lock, self._locks = threading.Lock(), dict[str, Any]()  # of all, and by tensor
@@ -214,7 +214,7 @@ class _Maker(threading.local):
     @cached_property
     def _worker(self) -> Worker:
         plan, backend = self._plan, open_backend(self._plan)
-        merger = Merger(plan, backend, _Room(self.room))
+        merger = Merger(plan, backend, _OnePlaceSink(self.room))
         return Worker(plan, backend, merger, lambda _nbytes: None, threading.Event())
 
     def do(self, step: Step, results: Results) -> Any:
@@ -223,7 +223,7 @@ class _Maker(threading.local):
         return result
 
 
-class _Room(ArraySink):
+class _OnePlaceSink(ArraySink):
     """A sink in which every chunk has the same place."""
 
     def __init__(self, room: Bytes) -> None:

@@ -33,7 +33,7 @@ COMPARED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredObject:
     """An object as its store describes it."""
 
     size: int
@@ -57,12 +57,12 @@ def list_names(folder: StorePath) -> list[str]:
         return [e["path"].removeprefix(f"{key}/") for entries in store.list(key) for e in entries]
 
 
-def describe_object(path: StorePath) -> Stored | None:
+def describe_object(path: StorePath) -> StoredObject | None:
     """Return the store's description of an object; None if there is none."""
     with explaining(path) as (store, key), suppress(FileNotFoundError):
         found = store.get(key, options={"head": True})
         etag = str(found.meta["e_tag"] or "").removeprefix("W/").strip('"')
-        return Stored(found.meta["size"], etag, MARK in found.attributes)
+        return StoredObject(found.meta["size"], etag, MARK in found.attributes)
     return None
 
 
@@ -82,7 +82,7 @@ def delete(paths: Iterable[StorePath]) -> None:
 
 def upload(
     path: StorePath, content: bytes | Path, progress: Callable[[int], None] = lambda _nbytes: None
-) -> Stored:
+) -> StoredObject:
     """Store an object, in place of any other, and check that the store has it as it was sent.
 
     `progress` gets the number of bytes read to be sent, and stops everything if it raises.

@@ -80,7 +80,7 @@ class Key:
         return f"dare-playground-{self.port}"
 
 
-class Guard:
+class RequestGuard:
     """Passes on to the app what may be answered, and refuses everything else."""
 
     def __init__(self, app: ASGIApp, key: Key) -> None:

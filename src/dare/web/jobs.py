@@ -98,7 +98,7 @@ class Jobs:
         self._numbers = itertools.count(1)
         self._queue: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()
-        self._running: Worker | None = None
+        self._running: JobProcess | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run_all, name="jobs", daemon=True)
         self._thread.start()
@@ -160,14 +160,14 @@ class Jobs:
                 if job.state != "waiting":
                     continue
                 try:
-                    worker = self._running = Worker(job)
+                    worker = self._running = JobProcess(job)
                 except OSError as error:
                     job.state, job.problem = "failed", f"no process could be started: {error}"
                     continue
             worker.watch()
 
 
-class Worker:
+class JobProcess:
     """The process of a job, which works as long as its stdin is open."""
 
     def __init__(self, job: Job) -> None:

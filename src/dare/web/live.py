@@ -39,7 +39,7 @@ def follow(study: Path) -> Iterator[str]:
     from starlette.responses import HTMLResponse, PlainTextResponse
     from starlette.routing import Route
 
-    from dare.web.guard import REFUSAL, Guard, Key
+    from dare.web.guard import REFUSAL, Key, RequestGuard
     from dare.web.server import listen, make_server
 
     shown, asked, drawing = "", 0.0, threading.Lock()  # state of the last page; time of a request
@@ -73,7 +73,7 @@ def follow(study: Path) -> Iterator[str]:
     with listen(0) as listening:
         key = Key(listening.getsockname()[1])
         app = Starlette(routes=[Route("/", show), Route("/state", tell)])
-        server = make_server(Guard(app, key))
+        server = make_server(RequestGuard(app, key))
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         try:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from dare.errors import OutputError, printable
 from dare.web.assets import Assets, page_assets
-from dare.web.guard import LOOPBACK, Guard, Json, Key, refuse
+from dare.web.guard import LOOPBACK, Json, Key, RequestGuard, refuse
 from dare.web.own import OwnModels
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # it would read the query as UTF-8, whatever it is
-    return Guard(app, key)
+    return RequestGuard(app, key)
 
 
 # ---------------------------------------------------------------- files

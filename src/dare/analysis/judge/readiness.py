@@ -23,7 +23,7 @@ from dare.analysis.judge.prediction import (
     mean_bounded_error,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.relations import Link, Span, Values, find_groups
+from dare.analysis.judge.relations import Link, ValueRange, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
 from dare.checks.sample import find_real_base, is_unrelated
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
@@ -220,7 +220,7 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
                 "concerns": tuple(ratios),
                 "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
                 "their_change": "Its change is" if len(ratios) == 1 else "Their changes are",
-                "span": Span(list(ratios.values())),
+                "span": ValueRange(list(ratios.values())),
                 "largest": largest,
                 "weights": some_of(weights, 3),
             }

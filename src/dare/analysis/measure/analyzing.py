@@ -49,7 +49,7 @@ from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
-from dare.planning.make import Form, LeftOut, Misfit, find_extras, fit_tensor, norm_notices
+from dare.planning.make import LeftOut, Misfit, StoredForm, find_extras, fit_tensor, norm_notices
 from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.recipe import ModelEntry, Request
 from dare.run.cluster import ClusterJob, RunPiece, connect, sample_inputs, task_request
@@ -187,7 +187,7 @@ def find_subjects(
             copies = [named[number] for number in fit.fitting]
             compared = () if info.is_counter else copies
             differing = tuple(label for label, model in compared if _differs(name, base, model))
-            owners, form = differing or tuple(label for label, _ in copies), Form.of(info)
+            owners, form = differing or tuple(label for label, _ in copies), StoredForm.of(info)
             if owners:
                 found = form if differing else None
                 left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, form, found))

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from dare.errors import DareError, EvaluationError, RecipeError
 from dare.run.processes import AnsweringProcess, foreign_error
 from dare.studies.evaluators import commands, examples, functions, harness
-from dare.studies.evaluators.kinds import Evaluator, Function, Kind, read_scores
+from dare.studies.evaluators.kinds import Evaluator, EvaluatorKind, Function, read_scores
 from dare.studies.results import Scored
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dare.recipe.recipe import Recipe
     from dare.studies.candidates import Form
 
-KINDS: list[Kind] = [
+KINDS: list[EvaluatorKind] = [
     examples,
     harness,
     commands,
@@ -52,7 +52,7 @@ KINDS: list[Kind] = [
 ]  # the first that recognises one takes it
 
 
-def kind_of(evaluator: Evaluator) -> Kind:
+def kind_of(evaluator: Evaluator) -> EvaluatorKind:
     """Return the kind that recognises an evaluator; RecipeError if none does."""
     for kind in KINDS:
         if kind.recognises(evaluator):

@@ -35,7 +35,7 @@ class Function:
     run_inputs: Callable[..., None] | None = None  # forward passes over inputs, for statistics
 
 
-class Kind(Protocol):
+class EvaluatorKind(Protocol):
     """A module that knows one kind of evaluator."""
 
     WRITTEN: str  # the form that such an evaluator has, for messages
