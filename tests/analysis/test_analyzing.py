@@ -23,7 +23,7 @@ from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.measure.measuring import Subject
 from dare.analysis.results import Kind, Origin
-from dare.checks.sample import BIN_SHIFT
+from dare.checks.magnitudes import BIN_SHIFT
 from dare.documents.shown import Display
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source

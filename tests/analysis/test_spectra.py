@@ -12,7 +12,7 @@ import scipy.stats
 from dare.analysis.measure.analyzing import analyze_arrays
 from dare.analysis.measure.tallies import KEPT, spectrum_of, window_of
 from dare.analysis.results import Origin
-from dare.checks.sample import (
+from dare.checks.rank import (
     find_outliers,
     find_rounding,
     median_of_noise,

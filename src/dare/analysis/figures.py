@@ -26,7 +26,8 @@ from dare.analysis.results import (
     Spectrum,
     Statistics,
 )
-from dare.checks.sample import relative_error, spread
+from dare.checks.dropping import relative_error
+from dare.checks.sample import spread
 from dare.documents.charts import (
     DASHES,
     FAINT,

@@ -45,7 +45,8 @@ from dare.analysis.measure.analyzing import conclude, measure, open_to_compare, 
 from dare.analysis.measure.measuring import Measured, Tally
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
-from dare.checks.sample import NONE, Exposure
+from dare.checks.dropping import Exposure
+from dare.checks.magnitudes import NO_MAGNITUDES
 from dare.documents.notices import LIMIT, catalogue, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import times
@@ -231,7 +232,7 @@ class DARESparsityAnalyzer:
         statistics, quantiles = model.total, model.total.quantiles
         parts = [tally.measured[tensor.name] for tensor in model.tensors]
         sums = sum((part.sums[0] for part in parts), Sums())
-        magnitudes = sum((part.magnitudes[0] for part in parts), NONE)
+        magnitudes = sum((part.magnitudes[0] for part in parts), NO_MAGNITUDES)
         threshold = settings.sparsity_threshold * statistics.inliers.largest
         exposures = exposures_of(model)
         rate = self._rate(exposures)

@@ -7,7 +7,7 @@ change and never refused. Finite inputs whose result is not finite in the output
 
 A pattern such as `*.safetensors` also catches the base, the same model again, or an earlier output
 of the merge. Files are known by device and inode, so that a link is known for what it leads to.
-Whoever means it says so: a model with a weight, a seed or parameters of its own is taken as it is.
+To force it, give a weight or a seed: a model with settings of its own is taken as it is.
 The base belongs there only in an interpolation. Copies under other names are found by weights.
 """
 

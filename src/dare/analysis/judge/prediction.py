@@ -10,7 +10,7 @@ An output of a layer is y = Σ (wⱼ + δⱼ)·xⱼ. If the inputs x prefer no d
 outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some, and what an
 error does to answers differs from one kind of model to another: it is an order (docs/evidence.md).
 
-That is the mean. How far one mask can be off it, `dare.checks.sample` says. Errors of
+That is the mean. How far one mask can be off it, `dare.checks.dropping` says. Errors of
 different layers are independent and their variances add up, so squares are averaged.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.analysis.results import Kind, ModelAnalysis, Statistics, ratio
-from dare.checks.sample import Exposure, combined_error, relative_error
+from dare.checks.dropping import Exposure, combined_error, relative_error
 from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 

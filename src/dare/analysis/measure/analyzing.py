@@ -43,7 +43,9 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
-from dare.checks.sample import NONE, SMALLEST, spread
+from dare.checks.magnitudes import NO_MAGNITUDES
+from dare.checks.rank import MIN_SIDE
+from dare.checks.sample import spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
@@ -222,7 +224,7 @@ def choose_matrices(
     matrices = [
         subject
         for subject in subjects
-        if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= SMALLEST
+        if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= MIN_SIDE
     ]
     fits = {s.name: tallies.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
@@ -376,7 +378,7 @@ def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str)
         chosen = [cell for cell in cells if layer in (None, cell[0]) and kind in (None, cell[1])]
         return statistics_of(
             sum((cells[cell] for cell in chosen), Sums()),
-            sum((tally.magnitudes[number, *cell] for cell in chosen), NONE),
+            sum((tally.magnitudes[number, *cell] for cell in chosen), NO_MAGNITUDES),
         )
 
     analyzed = tuple(

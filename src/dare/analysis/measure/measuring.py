@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from dare.analysis.measure import tallies
 from dare.analysis.measure.tallies import Additive, Sums, Window, statistics_of, with_inside
 from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
-from dare.checks.sample import BIN_SHIFT, BINS, NONE, UNROUNDED, Magnitudes, find_rounding, top_bin
+from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
+from dare.checks.rank import UNROUNDED, find_rounding
 from dare.inputs.sources import Raw, Source, read_floats, read_stored
 from dare.kernels import core
 from dare.kernels.reference import LEAST, SAMPLED
@@ -291,7 +292,7 @@ class Tally:
             self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
             cell = (model, subject.layer, subject.kind)
             with self._lock:
-                self.magnitudes[cell] = self.magnitudes.get(cell, NONE) + magnitudes
+                self.magnitudes[cell] = self.magnitudes.get(cell, NO_MAGNITUDES) + magnitudes
         kept = found if self._keeps_all else replace(found, magnitudes={})
         self.measured[subject.name] = kept
 
@@ -367,7 +368,7 @@ class Measurer:
             magnitudes[model] = _take_magnitudes(counters[place], own)
         return Measured(
             all_sums | dict.fromkeys(subject.unchanged, untouched),
-            magnitudes | dict.fromkeys(subject.unchanged, NONE),
+            magnitudes | dict.fromkeys(subject.unchanged, NO_MAGNITUDES),
             {
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
@@ -509,7 +510,7 @@ def _sums(elements: int, sums: list[float], counts: list[int], base_squares: flo
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
     """Empty the counters; in the first bin, zeros and what counted as zeros are taken off."""
-    magnitudes = NONE
+    magnitudes = NO_MAGNITUDES
     if sums.largest:
         extremes = np.array([sums.smallest, sums.largest], np.float32).view(np.uint32)
         low, high = (extremes >> np.uint32(BIN_SHIFT)).tolist()
