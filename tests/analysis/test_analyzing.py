@@ -247,10 +247,10 @@ def test_chunks_are_added_in_their_order(large):
     request = Request.of(base="base", models=["one", "other"], verbose=False)
     sources = {name: array_source(model, name) for name, model in zip("ab", models, strict=True)}
     plan = analyzing.plan_measuring(array_source(base, "base"), sources, request)
-    (subject,) = plan.subjects
-    worker = measuring.Measurer(plan, measuring.Tally(plan), print, threading.Event())
+    (subject,) = plan.subjects.values()
+    worker = measuring.Measurer(plan, measuring.Tally(), print, threading.Event())
     chunks = [worker._measure(subject, number) for number in range(3)]
-    forth, back = measuring.Tally(plan), measuring.Tally(plan)
+    forth, back = measuring.Tally(), measuring.Tally()
     found = [forth.add(subject, number, chunks[number]) for number in (0, 1, 2)]
     again = [back.add(subject, number, chunks[number]) for number in (1, 2, 0)]
     assert found[:2] == again[:2] == [None, None]

@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -35,7 +35,7 @@ from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
 from dare.run.backend import open_backend
-from dare.run.threads import AnyWorker, Collect, Id, Results, Step, run_steps
+from dare.run.threads import Id, Results, Step, run_steps
 from dare.run.worker import (
     Conclude,
     Make,
@@ -330,7 +330,7 @@ def _run_steps(
     sink: Sink,
     progress: Progress,
     known: Results,
-    collect: Collect,
+    collect: Callable[[Sequence[Step], Sequence[Any]], None],
     make_coder: MakeCoder = Merger,
 ) -> None:
     def make_worker(stop: Event) -> Worker:
@@ -338,29 +338,24 @@ def _run_steps(
         return Worker(plan, backend, make_coder(plan, backend, sink), progress, stop)
 
     holds_matrices = plan.cost.matrix_bytes > 0
-    do_steps(
-        *(plan.sources, list(steps), make_worker, plan.cost.threads),
-        batch_elements=CHUNK * plan.cost.chunks_at_once,
-        known=known,
-        collect=collect,
-        one_group=holds_matrices,
-        uses_blas=holds_matrices,
-    )
+    with open_for_threads(plan.sources, uses_blas=holds_matrices):
+        run_steps(
+            list(steps),
+            make_worker,
+            plan.cost.threads,
+            batch_elements=CHUNK * plan.cost.chunks_at_once,
+            known=known,
+            collect=collect,
+            one_group=holds_matrices,
+        )
 
 
-def do_steps(
-    sources: Sequence[Source],
-    steps: Sequence[Step],
-    make_worker: Callable[[Event], AnyWorker[Step]],
-    threads: int,
-    *,
-    uses_blas: bool,
-    **how: Any,
-) -> None:
-    """Have threads do steps, as `run_steps` does; refuse inputs that change meanwhile.
+@contextmanager
+def open_for_threads(sources: Sequence[Source], *, uses_blas: bool) -> Iterator[None]:
+    """Hold inputs open while threads read them, for a merge as for an analysis.
 
-    This is how all weights are read, for a merge as for an analysis.
+    Refuse at the end those that have changed meanwhile.
     """
     keep_freed_memory()
     with one_blas_thread() if uses_blas else nullcontext(), hold_open(sources, checks=True):
-        run_steps(steps, make_worker, threads, **how)
+        yield

@@ -22,7 +22,6 @@ BATCH_ELEMENTS = 4 * CHUNK  # taken at a time: the interpreter's lock is asked f
 
 Id = tuple[Any, ...]
 Results = Mapping[Id, Any]
-Collect = Callable[[Sequence[Any], Sequence[Any]], None]  # gets steps that are done, and results
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def run_steps(
     threads: int,
     *,
     known: Results = MappingProxyType({}),
-    collect: Collect = lambda _steps, _results: None,
+    collect: Callable[[Sequence[AnyStep], Sequence[Any]], None] = lambda _steps, _results: None,
     batch_elements: int = BATCH_ELEMENTS,
     one_group: bool = False,
 ) -> None:

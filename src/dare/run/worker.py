@@ -121,14 +121,12 @@ def list_steps(
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
         chunks = [c for c in to_make if (tensor.name, c) not in done]
         if not tensor.is_merged:
-            made = chunk_steps(tensor.name, tensor.elements, chunks, is_sent * group)
-            (steps if is_sent else copies).extend(made)
+            (steps if is_sent else copies).extend(_making(tensor, chunks, (), is_sent * group))
         elif chunks:
             merges = True
             surveys = list(list_surveys(tensor, conclusions, group))
             needs = tuple(survey.id for survey in surveys)
-            made = chunk_steps(tensor.name, tensor.elements, chunks, group, needs)
-            steps += [*surveys, *made]
+            steps += [*surveys, *_making(tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
 
 
@@ -184,10 +182,10 @@ def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> It
         yield Survey(survey_id(tensor), tuple(surveys), group, elements, name, None)
 
 
-def chunk_steps(
-    name: str, elements: int, chunks: Iterable[int], group: int, needs: tuple[Id, ...] = ()
+def _making(
+    tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
 ) -> Iterator[Make]:
-    """List the steps for some chunks of a tensor."""
+    name, elements = tensor.name, tensor.elements
     for chunk in chunks:  # millions of them, in a large model
         size = chunk_span(chunk, elements)[1]
         yield Make(("make", name, chunk), needs, group, size, name, chunk)

@@ -22,6 +22,7 @@ from dare.analysis.measure.measuring import (
     Measured,
     Measurer,
     MeasuringPlan,
+    MeasuringStep,
     PairSums,
     Subject,
     Tally,
@@ -55,8 +56,8 @@ from dare.planning.make import LeftOut, Misfit, StoredForm, find_extras, fit_ten
 from dare.planning.plan import available_cores, check_memory, memory_limit
 from dare.recipe.recipe import ModelEntry, Request
 from dare.run.cluster import ClusterJob, RunPiece, connect, sample_inputs, task_request
-from dare.run.engine import do_steps
-from dare.run.threads import Collect, Step
+from dare.run.engine import open_for_threads
+from dare.run.threads import run_steps
 from dare.run.worker import Progress
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
@@ -94,7 +95,7 @@ def analyze(
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
     plan = plan_measuring(inputs.base, sources, request, spectra)
-    merged = [subject.name for subject in plan.subjects] if len(sources) > 1 else []
+    merged = plan.subjects if len(sources) > 1 else ()
     return conclude(
         plan,
         measure(plan),
@@ -161,7 +162,7 @@ def plan_measuring(
     if not models:
         raise RecipeError("no models: name at least one to compare with the base")
     subjects, left_out = find_subjects(base, models)
-    subjects = [subject for subject in subjects if selects(subject.name)]
+    subjects = {name: subject for name, subject in subjects.items() if selects(name)}
     left_out = [each for each in left_out if selects(each.tensor)]
     if not subjects:
         reasons = map(str, left_out[:1])
@@ -170,15 +171,16 @@ def plan_measuring(
     check_memory(options.max_memory, per_thread)
     max_memory = memory_limit(options.max_memory, per_thread)
     threads = max(1, min(options.threads or available_cores(), max_memory // per_thread))
-    matrices = choose_matrices(subjects, spectra, max_memory // threads - per_thread)
+    left = max_memory // threads - per_thread
+    matrices = choose_matrices(list(subjects.values()), spectra, left)
     return MeasuringPlan(request, base, models, subjects, left_out, matrices, threads)
 
 
 def find_subjects(
     base: Source, models: Mapping[str, Source]
-) -> tuple[list[Subject], list[LeftOut]]:
+) -> tuple[dict[str, Subject], list[LeftOut]]:
     """Return the tensors that can be compared, with their models, and those that cannot."""
-    subjects: list[Subject] = []
+    subjects: dict[str, Subject] = {}
     left_out: list[LeftOut] = []
     named = list(models.items())
     layers, norms = number_layers(base.tensors), find_norms(base.tensors.values())
@@ -197,9 +199,9 @@ def find_subjects(
         unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
         if fit.fitting or unchanged:
             kind = Kind.NORM if name in norms else kind_of(name)
-            subjects.append(Subject(info, kind, layers[name], fit.fitting, unchanged))
+            subjects[name] = Subject(info, kind, layers[name], fit.fitting, unchanged)
     left_out += find_extras(base, named)
-    if not any(subject.models for subject in subjects):
+    if not any(subject.models for subject in subjects.values()):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
     return subjects, left_out
@@ -250,36 +252,37 @@ def measure(plan: MeasuringPlan, *, keeps_all: bool = False) -> Tally:
 
     With `keeps_all` the magnitudes of each tensor are kept.
     """
-    tally, options = Tally(plan, keeps_all=keeps_all), plan.request.options
+    tally, options = Tally(keeps_all=keeps_all), plan.request.options
     with show_progress(plan.bytes_read, "analysing", visible=options.verbose) as display:
         if options.cluster is None:
-            do_measuring(plan, plan.steps, tally, display.advance, tally.collect)
+            do_measuring(plan, plan.steps, tally, display.advance)
         else:
             _measure_on_cluster(plan, options.cluster, tally, display)
     return tally
 
 
 def do_measuring(
-    plan: MeasuringPlan, steps: Sequence[Step], tally: Tally, progress: Progress, collect: Collect
+    plan: MeasuringPlan, steps: Sequence[MeasuringStep], tally: Tally, progress: Progress
 ) -> None:
-    """Have the plan's threads do steps: the tally adds up chunks, `collect` gets the results."""
-    make_worker = partial(Measurer, plan, tally, progress)
-    do_steps(plan.sources, steps, make_worker, plan.threads, uses_blas=True, collect=collect)
+    """Have the plan's threads do steps."""
+    with open_for_threads(plan.sources, uses_blas=True):
+        run_steps(steps, partial(Measurer, plan, tally, progress), plan.threads)
 
 
 def _measure_on_cluster(plan: MeasuringPlan, address: str, tally: Tally, display: Display) -> None:
     options = plan.request.options
-    shapes = [subject.base.shape for subject in plan.subjects if subject.name in plan.spectra]
-    least = workspace_bytes(plan.sources)
-    least += max((tallies.bytes_of(shape) for shape in shapes), default=0)
+    shapes = (plan.subjects[name].base.shape for name in plan.spectra)
+    least = workspace_bytes(plan.sources) + max(map(tallies.bytes_of, shapes), default=0)
     limit = memory_limit(options.max_memory, least)
     display.announce(f"analysing on the cluster {address}")
     with connect(address, verbose=options.verbose) as cluster:
         cluster.size_tasks(least, limit, options.max_memory, options.threads)
-        job = MeasuringJob.of(plan, cluster.task_memory)
-        for _, batches, nbytes in cluster.run(job, cut(plan)):
-            for steps, results in batches:
-                tally.collect(steps, results)
+        request = task_request(plan.request.recipe, options, cluster.task_memory)
+        job = MeasuringJob(request, sample_inputs(plan.sources), plan.subjects, plan.spectra)
+        for _, (measured, spectra), nbytes in cluster.run(job, cut(plan)):
+            for name, found in measured.items():
+                tally.keep(plan.subjects[name], found)
+            tally.spectra |= spectra
             display.advance(nbytes)
     check_unchanged(plan.sources)
 
@@ -291,14 +294,8 @@ PIECE_BYTES = 256 << 20  # the most bytes that a piece reads, unless a single te
 class MeasuringJob(ClusterJob):
     """An analysis under way; a piece is the steps of some tensors."""
 
-    subjects: Sequence[Subject]
+    subjects: Mapping[str, Subject]
     spectra: Mapping[str, bool]
-
-    @classmethod
-    def of(cls, plan: MeasuringPlan, memory: int) -> MeasuringJob:
-        """Describe a plan to others."""
-        request = task_request(plan.request.recipe, plan.request.options, memory)
-        return cls(request, sample_inputs(plan.sources), plan.subjects, plan.spectra)
 
     def open(self, stack: ExitStack) -> RunPiece:
         _, inputs = open_inputs(self.request.recipe, self.request.options)
@@ -306,19 +303,17 @@ class MeasuringJob(ClusterJob):
         plan = MeasuringPlan(self.request, inputs.base, models, self.subjects, (), self.spectra)
         self.hold_inputs(stack, self.request.recipe, plan.sources)
 
-        def run(steps: Sequence[Step], _common: None) -> tuple[Any, int]:
-            batches: list[tuple[Sequence[Step], Sequence[Any]]] = []
-            read: list[int] = []
-            collect = lambda *batch: batches.append(batch)  # noqa: E731
-            do_measuring(plan, steps, Tally(plan), read.append, collect)
-            return batches, sum(read)
+        def run(steps: Sequence[MeasuringStep], _common: None) -> tuple[Any, int]:
+            tally, read = Tally(keeps_all=True), list[int]()
+            do_measuring(plan, steps, tally, read.append)
+            return (tally.measured, tally.spectra), sum(read)
 
         return run
 
 
-def cut(plan: MeasuringPlan) -> Iterator[list[Step]]:
+def cut(plan: MeasuringPlan) -> Iterator[list[MeasuringStep]]:
     """Cut the steps into pieces of whole tensors: sums of chunks are large."""
-    piece, nbytes = list[Step](), 0
+    piece, nbytes = list[MeasuringStep](), 0
     for _, steps in itertools.groupby(plan.steps, key=attrgetter("group")):
         if nbytes >= PIECE_BYTES:
             yield piece
@@ -341,9 +336,9 @@ def conclude(
     **known: Any,
 ) -> Analysis:
     """Make an analysis of what was measured; `known` are other fields of it."""
-    tensors = [tally.measured[subject.name] for subject in plan.subjects]
+    tensors = [tally.measured[name] for name in plan.subjects]
     layers: dict[int, list[Measured]] = {}
-    for subject, found in zip(plan.subjects, tensors, strict=True):
+    for subject, found in zip(plan.subjects.values(), tensors, strict=True):
         layers.setdefault(subject.layer, []).append(found)
     whole = sum(tensors, Measured())
     by_layer = {layer: sum(layers[layer], Measured()) for layer in sorted(layers)}
@@ -368,7 +363,7 @@ def conclude(
 
 def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str) -> ModelAnalysis:
     source = plan.models[name]
-    compared = [s for s in plan.subjects if number in (*s.models, *s.unchanged)]
+    compared = [s for s in plan.subjects.values() if number in (*s.models, *s.unchanged)]
     cells: dict[tuple[int, Kind], Sums] = {}
     for subject in compared:
         cell = subject.layer, subject.kind

@@ -38,12 +38,13 @@ from dare.kernels.reference import LEAST, SAMPLED
 from dare.planning.make import LeftOut
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.recipe.recipe import Request
-from dare.run.threads import Batch, Step
-from dare.run.worker import Make, Progress, Stopped, Survey, chunk_steps
+from dare.run.threads import Batch
+from dare.run.worker import Make, Progress, Stopped, Survey
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
+MeasuringStep = Make | Survey  # a chunk to be measured, a matrix of one model
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
@@ -180,7 +181,7 @@ class MeasuringPlan:
     request: Request
     base: Source
     models: Mapping[str, Source]
-    subjects: Sequence[Subject]
+    subjects: Mapping[str, Subject]  # by name
     left_out: Sequence[LeftOut]  # those that cannot be compared
     spectra: Mapping[str, bool]  # the matrices with singular values, and True for all of one
     threads: int = 1
@@ -190,26 +191,23 @@ class MeasuringPlan:
         """The base and the models."""
         return (self.base, *self.models.values())
 
-    @cached_property
-    def by_name(self) -> dict[str, Subject]:
-        """The tensors by their names."""
-        return {subject.name: subject for subject in self.subjects}
-
     def sources_of(self, subject: Subject) -> list[Source]:
         """Return the sources of a tensor: the base, then the models that change it."""
         return [self.base, *(self.sources[1 + model] for model in subject.models)]
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[MeasuringStep]:
         """All steps; a matrix's singular values come when its bytes have just been read."""
-        steps: list[Step] = []
-        for group, subject in enumerate(self.subjects, start=1):
-            name, elements = subject.name, subject.base.elements
-            steps += chunk_steps(name, elements, range(subject.chunks), group)
-            if name in self.spectra:
-                read = self.window_on(subject).rows * subject.base.shape[1]
-                for model in subject.models:
-                    steps.append(Survey(("survey", name, model), (), group, read, name, model))
+        steps: list[MeasuringStep] = []
+        for group, (name, subject) in enumerate(self.subjects.items(), start=1):
+            elements, last = subject.base.elements, subject.chunks - 1
+            again = elements if len(subject.models) > MODELS_HELD else 0  # for the sample
+            for chunk in range(subject.chunks):
+                size = chunk_span(chunk, elements)[1] + again * (chunk == last)
+                steps.append(Make(("make", name, chunk), (), group, size, name, chunk))
+            for model in subject.models if name in self.spectra else ():
+                size = self.window_on(subject).rows * subject.base.shape[1]
+                steps.append(Survey(("survey", name, model), (), group, size, name, model))
         return steps
 
     def window_on(self, subject: Subject) -> Window:
@@ -221,22 +219,13 @@ class MeasuringPlan:
         """The bytes that all steps read."""
         return sum(map(self.bytes_read_by, self.steps))
 
-    def bytes_read_by(self, step: Step) -> int:
-        """Return the bytes that a step reads.
-
-        The last chunk of a tensor counts for the sample too, if that is read again.
-        """
+    def bytes_read_by(self, step: MeasuringStep) -> int:
+        """Return the bytes that a step reads."""
+        sources = self.sources_of(self.subjects[step.tensor])
         if isinstance(step, Survey) and step.model is not None:
             source = self.sources[1 + step.model]
-            is_change = source.delta_of(step.tensor).is_change
-            elements, sources = step.elements, [source] if is_change else [self.base, source]
-        else:
-            assert isinstance(step, Make)
-            subject = self.by_name[step.tensor]
-            is_read_again = step.chunk == subject.chunks - 1 and len(subject.models) > MODELS_HELD
-            elements = step.elements + subject.base.elements * is_read_again
-            sources = self.sources_of(subject)
-        return elements * sum(each.tensors[step.tensor].dtype.itemsize for each in sources)
+            sources = [source] if source.delta_of(step.tensor).is_change else [self.base, source]
+        return step.elements * sum(each.tensors[step.tensor].dtype.itemsize for each in sources)
 
 
 class Tally:
@@ -246,7 +235,7 @@ class Tally:
     not depend on threads.
     """
 
-    def __init__(self, plan: MeasuringPlan, *, keeps_all: bool = False) -> None:
+    def __init__(self, *, keeps_all: bool = False) -> None:
         """Begin with nothing.
 
         With `keeps_all` the magnitudes of each tensor are kept, not only those of a layer's tensors
@@ -255,10 +244,9 @@ class Tally:
         self.measured: dict[str, Measured] = {}
         # By tensor and model.
         self.statistics: dict[tuple[str, int], Statistics] = {}
-        self.spectra: dict[tuple[str, int], Spectrum] = {}
+        self.spectra: dict[tuple[str, int], Spectrum | None] = {}
         # By model, layer and kind.
         self.magnitudes: dict[tuple[int, int, Kind], Magnitudes] = {}
-        self._plan = plan
         self._keeps_all = keeps_all
         self._sums: dict[str, tuple[int, Measured]] = {}  # the chunks that are added, and their sum
         self._waiting: dict[tuple[str, int], Measured] = {}  # chunks that others must precede
@@ -277,16 +265,8 @@ class Tally:
             self._sums[name] = added, total
             return None
 
-    def collect(self, steps: Iterable[Step], results: Iterable[Any]) -> None:
-        """Keep the results of steps: singular values, and the figures of whole tensors."""
-        for step, found in zip(steps, results, strict=True):
-            match step, found:
-                case Make(tensor=name), Measured():
-                    self._keep(self._plan.by_name[name], found)
-                case Survey(tensor=name, model=int(model)), Spectrum():
-                    self.spectra[name, model] = found
-
-    def _keep(self, subject: Subject, found: Measured) -> None:
+    def keep(self, subject: Subject, found: Measured) -> None:
+        """Keep the figures of a whole tensor."""
         for model, sums in found.sums.items():
             magnitudes = found.magnitudes[model]
             self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
@@ -317,28 +297,28 @@ class Measurer:
         counters = len(plan.models), tallies.WAYS, tallies.COUNTERS
         self._counters = np.zeros(counters, np.uint32)
 
-    def prefetch(self, step: Step) -> None:
+    def prefetch(self, step: MeasuringStep) -> None:
         """Ask for a chunk's bytes of every input; matrices are those that have just been read."""
         if isinstance(step, Make) and step.elements:
-            subject = self._plan.by_name[step.tensor]
+            subject = self._plan.subjects[step.tensor]
             for source in self._plan.sources_of(subject):
                 source.prefetch(step.tensor, *chunk_span(step.chunk, subject.base.elements))
 
-    def run_batch(self, batch: Batch[Step]) -> Iterator[Measured | Spectrum | None]:
-        """Do steps: yield the singular values of a matrix, or a tensor's figures if all are there.
-
-        None stands for other chunks, and for matrices that are zero.
-        """
+    def run_batch(self, batch: Batch[MeasuringStep]) -> Iterator[None]:
+        """Do steps: what is found goes to the tally."""
         for step in batch.steps:
             if self._stop.is_set():
                 raise Stopped
             match step:
                 case Make(tensor=name, chunk=chunk):
-                    subject = self._plan.by_name[name]
+                    subject = self._plan.subjects[name]
                     total = self._tally.add(subject, chunk, self._measure(subject, chunk))
-                    yield None if total is None else self._complete(subject, total)
+                    if total is not None:
+                        self._tally.keep(subject, self._complete(subject, total))
                 case Survey(tensor=name, model=int(model)):
-                    yield self._spectrum(self._plan.by_name[name], model)
+                    spectrum = self._spectrum(self._plan.subjects[name], model)
+                    self._tally.spectra[name, model] = spectrum
+            yield
             self._progress(self._plan.bytes_read_by(step))
 
     # ------------------------------------------------------------ a chunk
