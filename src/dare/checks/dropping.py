@@ -27,7 +27,8 @@ from dare.documents.words import times
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 
-DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))  # √19, which hold with probability 0.95
+# √19: by so many standard deviations the error exceeds its mean with a probability of 0.05 at most.
+DEVIATIONS = math.sqrt(0.95 / (1 - 0.95))
 # How many times its bound the error may be. It is predicted from parts of a few matrices: of the
 # demonstration's models and others with normal, heavy-tailed and low-rank changes these gave 0.98
 # to 1.25 times the error that an analysis of the whole model gives.

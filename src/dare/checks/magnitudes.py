@@ -73,7 +73,7 @@ NO_MAGNITUDES = Magnitudes(0, np.zeros(0, np.int64))
 
 
 def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
-    """The first bin whose elements are outliers; the bin after the last if there are none.
+    """Return the first bin whose elements are outliers; the bin after the last if there are none.
 
     Where next to nothing is changed, that is what exceeds `usual`, the size of the base's weights.
 
@@ -102,7 +102,7 @@ def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> in
 
 
 def top_bin(magnitudes: Magnitudes, count: int) -> int:
-    """The lowest bin of the fewest upper bins that hold `count` elements, or all that there are.
+    """Return the lowest of the fewest upper bins that hold `count` elements, or all there are.
 
     >>> top_bin(Magnitudes(7, np.array([5, 1, 2])), 3), top_bin(Magnitudes(7, np.array([2])), 3)
     (8, 7)
@@ -113,7 +113,7 @@ def top_bin(magnitudes: Magnitudes, count: int) -> int:
 
 
 def bin_edge(place: int | NDArray[np.integer]) -> NDArray[np.float64]:
-    """The least magnitude of a bin.
+    """Return the least magnitude of a bin.
 
     >>> float(bin_edge(127 * OCTAVE)), float(bin_edge(127 * OCTAVE + 1))
     (1.0, 1.00390625)

@@ -1,4 +1,4 @@
-"""Is a change of low rank, as a LoRA's is?
+"""Ranks of changes: whether one is low, as a LoRA's is, among the noise of rounding.
 
 Noise of standard deviation s in a matrix of m rows and n columns has singular values up to about
 s·(√m + √n), distributed by the law of Marchenko and Pastur. The median of the singular values tells
@@ -63,12 +63,12 @@ def find_low_rank(delta: Floats, rounding: Rounding = UNROUNDED) -> int | None:
     """
     delta, missed = without_spikes(without_lines(delta, rounding))
     values = singular_values(delta)
-    _, outliers = find_outliers(values, max(delta.shape), missed)
+    _, outliers = find_noise_edge(values, max(delta.shape), missed)
     return low_rank_of(values, outliers, rounding) if values.any() else None
 
 
 def without_lines(delta: Floats, rounding: Rounding) -> Floats:
-    """The matrix without rows and columns that are far larger than the others.
+    """Return the matrix without rows and columns that are far larger than the others.
 
     One of them is a direction of its own, whatever the others are; a low rank stays what it is
     without them. The same matrix if there are none, or if the others are only rounding.
@@ -89,10 +89,10 @@ def singular_values(matrix: Floats) -> Doubles:
 
 
 def without_spikes(delta: Floats) -> tuple[Floats, float]:
-    """The matrix without single elements that stand out, and how large their absence may be.
+    """Return the matrix without single elements that stand out.
 
-    That is the largest singular value that it may add. A matrix of low rank may have heavy rows and
-    columns, so an outlier is compared with what its row and its column predict.
+    Beside it is the largest singular value that their absence may add. A matrix of low rank may
+    have heavy rows and columns, so an element is compared with what its row and column predict.
     """
     sizes, magnitudes = np.abs(delta), Magnitudes.of(delta)
     bound = float(bin_edge(outlier_bin(magnitudes, delta.size)))
@@ -113,8 +113,8 @@ def without_spikes(delta: Floats) -> tuple[Floats, float]:
     return clean, SPIKE * float(expected.max()) * math.sqrt(together)
 
 
-def find_outliers(values: Doubles, long: int, least: float = 0.0) -> tuple[float, int]:
-    """The edge of the noise, `least` or more, and how many singular values lie above it."""
+def find_noise_edge(values: Doubles, long: int, least: float = 0.0) -> tuple[float, int]:
+    """Return the edge of the noise, `least` or more, and how many singular values lie above it."""
     short = values.size
     outliers = 0
     while True:
@@ -139,7 +139,7 @@ def _edge(noise: Doubles, long: int) -> float:
 
 @cache
 def median_of_noise(ratio: float) -> float:
-    """The median of the law of Marchenko and Pastur for noise of variance 1.
+    """Return the median of the law of Marchenko and Pastur for noise of variance 1.
 
     >>> round(median_of_noise(1.0), 3)
     0.653
@@ -152,7 +152,7 @@ def median_of_noise(ratio: float) -> float:
 
 
 def low_rank_of(values: Doubles, outliers: int, rounding: Rounding) -> int | None:
-    """The rank, if few directions hold everything but what rounding explains.
+    """Return the rank, if few directions hold everything but what rounding explains.
 
     They end where a direction is followed by a much weaker one, the last such place among the
     outliers: rounding of changes that are smaller than a step is no even noise, and some of its

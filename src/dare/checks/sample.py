@@ -1,4 +1,4 @@
-"""What a few rows of a few matrices tell before a merge.
+"""A sample of the weights, which shows before a merge what would surprise its user.
 
 Some rows, spread over the model, are enough to tell a fine-tune from another model, a LoRA's
 low-rank delta from a full one, and two models from one that is there twice. It takes milliseconds
@@ -34,10 +34,10 @@ RELATED_ROWS = 64  # of these, the rows by which models are compared with each o
 WIDEST_READ_WHOLE = 4096  # rows up to this width are faster read whole, all at once
 
 
-def spread(length: int, most: int) -> list[int]:
-    """Places in so many, each in the middle of its part, or all if they are no more than `most`.
+def evenly_spread(length: int, most: int) -> list[int]:
+    """Return at most so many places in a length, each in the middle of its part.
 
-    >>> spread(100, 4), spread(3, 4)
+    >>> evenly_spread(100, 4), evenly_spread(3, 4)
     ([12, 37, 62, 87], [0, 1, 2])
     """
     count = min(length, most)
@@ -132,7 +132,7 @@ def _read_samples(plan: Plan) -> Iterator[tuple[str, list[SampledMatrix]]]:
         and min(tensor.shape) >= MIN_SIDE
         and not is_embedding(tensor.name)
     ]
-    chosen = [matrices[place] for place in spread(len(matrices), MATRICES)]
+    chosen = [matrices[place] for place in evenly_spread(len(matrices), MATRICES)]
     bases = [_read_rows(plan.base, tensor, plan.backend) for tensor in chosen]
     for model, source in enumerate(plan.models):
         sample = []

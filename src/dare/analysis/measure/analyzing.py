@@ -46,7 +46,7 @@ from dare.analysis.results import (
 )
 from dare.checks.magnitudes import NO_MAGNITUDES
 from dare.checks.rank import MIN_SIDE
-from dare.checks.sample import spread
+from dare.checks.sample import evenly_spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
@@ -217,9 +217,9 @@ def _differs(name: str, *sources: Source) -> bool:
 def choose_matrices(
     subjects: Sequence[Subject], which: Spectra, bytes_each: int
 ) -> dict[str, bool]:
-    """The matrices whose spectrum is computed, and whether of the whole.
+    """Return the matrices whose singular values are computed, and True for all of a matrix.
 
-    `auto` takes all, whole, if that is cheap; else windows of matrices that are evenly spread.
+    `auto` takes all matrices, whole, if that is cheap; else windows of some, evenly spread.
     """
     if which == "none":
         return {}
@@ -241,7 +241,7 @@ def choose_matrices(
         return {subject.name: True for subject in inner}
     inner.sort(key=lambda subject: (subject.layer, subject.name))
     most = max(1, int(tallies.WINDOWS_COST / (cost(whole=False) / len(inner))))
-    return {inner[place].name: False for place in spread(len(inner), most)}
+    return {inner[place].name: False for place in evenly_spread(len(inner), most)}
 
 
 # ---------------------------------------------------------------- the pass
@@ -463,7 +463,7 @@ def _count_types(tensors: Iterable[TensorInfo]) -> dict[str, int]:
 
 
 def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The input embedding, if the configuration makes it the head too and no head is stored."""
+    """Return the input embedding, if the configuration makes it the head and none is stored."""
     heads = [name for name in base.tensors if kind_of(name) is Kind.HEAD]
     if config.get("tie_word_embeddings") is not True or any("lm_head" in name for name in heads):
         return ()

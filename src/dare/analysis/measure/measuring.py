@@ -49,7 +49,7 @@ Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
 TOP = 0.01  # share of a tensor's elements that count as its top
-SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
+SAMPLE = CHUNK  # about how many elements of a tensor the overlap of the tops is counted on
 CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
 MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
 
@@ -61,7 +61,7 @@ def period_of(elements: int) -> int:
 
 @dataclass(frozen=True)
 class Subject:
-    """A tensor and the models whose delta to it is looked at."""
+    """A tensor, and the models whose deltas of it are measured."""
 
     base: TensorInfo
     kind: Kind
@@ -386,7 +386,7 @@ class Measurer:
     # ------------------------------------------------------------ a tensor
 
     def _complete(self, subject: Subject, total: Measured) -> Measured:
-        """Find out what is only known when all of a tensor has been seen."""
+        """Return a tensor's figures with those that are only known when all of it has been seen."""
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.pairs:
@@ -453,7 +453,7 @@ def added_magnitudes(measured: Measured) -> float:
 
 
 def _without_outliers(models: Sequence[int], total: Measured, parts: Iterable[Floats]) -> Measured:
-    """The products and the sum of a tensor's deltas as its sample has them without outliers.
+    """Return a tensor's figures with products and sums as its sample has them without outliers.
 
     Overwrites the outliers in the sample.
     """
@@ -479,7 +479,7 @@ def _without_outliers(models: Sequence[int], total: Measured, parts: Iterable[Fl
 
 
 def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:
-    """Return what the kernel has found of one model."""
+    """Return the sums that the library has found of one model."""
     changed, not_finite, peak, least = counts
     zeros = elements - changed - not_finite
     smallest = float(np.uint32(least + 1).view(np.float32)) if changed else math.inf
@@ -489,7 +489,7 @@ def _sums(elements: int, sums: list[float], counts: list[int], base_squares: flo
 
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
-    """Empty the counters; in the first bin, zeros and what counted as zeros are taken off."""
+    """Return what was counted, without the zeros in the first bin, and empty the counters."""
     magnitudes = NO_MAGNITUDES
     if sums.largest:
         extremes = np.array([sums.smallest, sums.largest], np.float32).view(np.uint32)
@@ -507,7 +507,7 @@ def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
 
 
 def widest_of(sources: Iterable[Source]) -> int:
-    """Bytes per element of the widest storage type."""
+    """Return the bytes per element of the widest storage type."""
     sizes = (info.dtype.itemsize for source in sources for info in source.tensors.values())
     return max(sizes, default=1)
 

@@ -35,13 +35,13 @@ from dare.checks.rank import (
     UNROUNDED,
     Rounding,
     find_low_rank,
-    find_outliers,
+    find_noise_edge,
     low_rank_of,
     singular_values,
     without_lines,
     without_spikes,
 )
-from dare.checks.sample import spread
+from dare.checks.sample import evenly_spread
 
 NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element counts as negligible
 # Relative error of power sums; a variance below this share of the mean square is none.
@@ -120,7 +120,7 @@ class Sums(Additive):
 
 
 def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
-    """The sums of a whole tensor, with those of its elements that are no outliers."""
+    """Return the sums of a whole tensor, with those of its elements that are no outliers."""
     usual = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
     counts, middles = magnitudes.counts, magnitudes.middles
     place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first
@@ -165,7 +165,7 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
 
 
 def share_below(threshold: float, sums: Sums, magnitudes: Magnitudes) -> float:
-    """The share of finite elements under a magnitude; 1 if none is changed.
+    """Return the share of finite elements under a magnitude; 1 if none is changed.
 
     In the bin that the threshold falls in, elements count as spread evenly.
     """
@@ -210,7 +210,7 @@ def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
 
 
 def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
-    """Counts by octave; what is below 2⁻¹²⁶ counts as of the octave under that."""
+    """Return the lowest octave and the count of each; all below 2⁻¹²⁶ is in the octave under it."""
     if not magnitudes.counts.size:
         return 0, ()
     octaves = (magnitudes.first + np.arange(magnitudes.counts.size)) // OCTAVE
@@ -224,7 +224,7 @@ def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a matrix that is looked at."""
+    """The part of a matrix whose singular values are computed."""
 
     runs: tuple[tuple[int, int], ...]  # its rows: the first of a run and how many
     columns: NDArray[np.intp]
@@ -237,7 +237,7 @@ class Window:
 
 
 def window_of(shape: Sequence[int], *, whole: bool) -> Window:
-    """All of a matrix, or evenly spread runs of rows and evenly spread columns.
+    """Return all of a matrix, or evenly spread runs of rows and evenly spread columns.
 
     >>> window = window_of((64, 4096), whole=False)
     >>> window.runs, window.columns.size, window.columns[:3].tolist()
@@ -249,14 +249,14 @@ def window_of(shape: Sequence[int], *, whole: bool) -> Window:
     if whole:
         return Window(((0, rows),), np.arange(columns), is_whole=True)
     height, width = WINDOW if rows <= columns else WINDOW[::-1]
-    runs = tuple((place - RUN // 2, RUN) for place in spread(rows, height // RUN))
+    runs = tuple((place - RUN // 2, RUN) for place in evenly_spread(rows, height // RUN))
     if rows <= height:
         runs = ((0, rows),)
-    return Window(runs, np.array(spread(columns, width), np.intp), is_whole=False)
+    return Window(runs, np.array(evenly_spread(columns, width), np.intp), is_whole=False)
 
 
 def cost_of(shape: Sequence[int], *, whole: bool) -> float:
-    """About what a spectrum takes, in units of 50 ps of one core of 2020."""
+    """Return about how long a spectrum takes, in units of 50 ps of one core of 2020."""
     short, long = sorted(shape)
     if not whole:
         short, long = min(short, WINDOW[0]), min(long, WINDOW[1])
@@ -264,13 +264,13 @@ def cost_of(shape: Sequence[int], *, whole: bool) -> float:
 
 
 def bytes_of(shape: Sequence[int]) -> int:
-    """About what it takes in memory to look at a whole matrix."""
+    """Return about how much memory the spectrum of a whole matrix takes."""
     short, long = sorted(shape)
     return 20 * short * long + 4 * 8 * short * short
 
 
 def spectrum_of(delta: NDArray[np.float32], rounding: Rounding = UNROUNDED) -> Spectrum | None:
-    """The singular values of a finite matrix; None for one that is zero.
+    """Return the singular values of a finite matrix; None for one that is zero.
 
     `rounding` is the energy that may have come into it when it was stored.
 
@@ -285,7 +285,7 @@ def spectrum_of(delta: NDArray[np.float32], rounding: Rounding = UNROUNDED) -> S
     if total == 0:
         return None
     short = values.size
-    edge, outliers = find_outliers(values, max(delta.shape), missed)
+    edge, outliers = find_noise_edge(values, max(delta.shape), missed)
     rank, rest = low_rank_of(values, outliers, rounding), without_lines(delta, rounding)
     shares = values[values > 0] / values.sum()
     held = np.cumsum(energies) / total
