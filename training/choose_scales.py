@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from dare.demo.llama import Llama
-from dare.demo.merges import CONFIG, Merge
+from dare.demo.merges import CONFIG, DemoMerge
 from dare.demo.story import DROPPED
 from dare.demo.tasks import TASKS
 
@@ -32,14 +32,16 @@ def main() -> None:
     examples = [task.examples("validation", PROMPTS) for task in TASKS]
     with tempfile.TemporaryDirectory() as folder:
 
-        def mean_correct(merge: Merge) -> float:
+        def mean_correct(merge: DemoMerge) -> float:
             merged = Llama(merge.carry_out(Path(folder) / "merged.safetensors"), CONFIG)
             shares = [merged.share_right(prompts) for prompts in examples]
             return round(100 * fmean(shares), 6)  # so that equal shares make equal means
 
         for combine, scales in CANDIDATES.items():
             for rate in DROP_RATES if combine in DROPPED else (0.0,):
-                found = {scale: mean_correct(Merge(combine, rate, scale, SEED)) for scale in scales}
+                found = {
+                    scale: mean_correct(DemoMerge(combine, rate, scale, SEED)) for scale in scales
+                }
                 best = max(found, key=lambda scale: found[scale])
                 tried = ", ".join(f"{scale}: {share:.1f}" for scale, share in found.items())
                 print(f"{combine} {rate}: {best}    ({tried})", flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dare.demo.llama import Llama
-from dare.demo.merges import CONFIG, TUNED, Merge
+from dare.demo.merges import CONFIG, TUNED, DemoMerge
 from dare.demo.tasks import TASKS
 from dare.stages import STAGES
 
@@ -57,7 +57,7 @@ def score(
     found = []
     for names in sets:
         with tempfile.TemporaryDirectory() as folder:
-            merge = Merge(method, scale=scale, models=tuple(TUNED[name] for name in names))
+            merge = DemoMerge(method, scale=scale, models=tuple(TUNED[name] for name in names))
             model = Llama(merge.carry_out(Path(folder) / "merged.safetensors"), CONFIG)
         found += [
             100 * model.share_right(task.examples(split, prompts))
