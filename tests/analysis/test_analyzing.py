@@ -21,7 +21,7 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
-from dare.analysis.measure.measuring import Subject
+from dare.analysis.measure.measuring import ComparedTensor
 from dare.analysis.results import Kind, Origin
 from dare.checks.magnitudes import BIN_SHIFT
 from dare.documents.shown import Display
@@ -247,12 +247,12 @@ def test_chunks_are_added_in_their_order(large):
     request = Request.of(base="base", models=["one", "other"], verbose=False)
     sources = {name: array_source(model, name) for name, model in zip("ab", models, strict=True)}
     plan = analyzing.plan_measuring(array_source(base, "base"), sources, request)
-    (subject,) = plan.subjects.values()
+    (tensor,) = plan.tensors.values()
     worker = measuring.Measurer(plan, measuring.Tally(), print, threading.Event())
-    chunks = [worker._measure(subject, number) for number in range(3)]
+    chunks = [worker._measure(tensor, number) for number in range(3)]
     forth, back = measuring.Tally(), measuring.Tally()
-    found = [forth.add(subject, number, chunks[number]) for number in (0, 1, 2)]
-    again = [back.add(subject, number, chunks[number]) for number in (1, 2, 0)]
+    found = [forth.add(tensor, number, chunks[number]) for number in (0, 1, 2)]
+    again = [back.add(tensor, number, chunks[number]) for number in (1, 2, 0)]
     assert found[:2] == again[:2] == [None, None]
     assert found[2].sums == again[2].sums == (chunks[0] + chunks[1] + chunks[2]).sums
     assert [len(part) for part in again[2].samples] == [len(part) for part in found[2].samples]
@@ -482,7 +482,7 @@ def test_the_order_of_models_changes_their_order_alone(models):
 
 def subject(name, rows, columns, kind=Kind.MLP, layer=0):
     info = TensorInfo(name, STORAGE_TYPES["BF16"], (rows, columns), 0)
-    return Subject(info, kind, layer, (0, 1))
+    return ComparedTensor(info, kind, layer, (0, 1))
 
 
 def test_cheap_matrices_are_taken_whole():

@@ -42,7 +42,7 @@ from dare.analysis.judge.prediction import (
 )
 from dare.analysis.judge.readiness import assess
 from dare.analysis.measure.analyzing import conclude, measure, open_to_compare, plan_measuring
-from dare.analysis.measure.measuring import Measured, Tally
+from dare.analysis.measure.measuring import Tally, TensorSums
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
 from dare.checks.dropping import Exposure
@@ -269,7 +269,7 @@ class DARESparsityAnalyzer:
         )
 
     def _metrics(
-        self, tensor: TensorAnalysis, part: Measured, threshold: float
+        self, tensor: TensorAnalysis, part: TensorSums, threshold: float
     ) -> LayerSparsityMetrics:
         sparsity = share_below(threshold, part.sums[0], part.magnitudes[0])
         return LayerSparsityMetrics(

@@ -19,13 +19,13 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import OUTER
 from dare.analysis.measure import tallies
 from dare.analysis.measure.measuring import (
-    Measured,
+    ComparedTensor,
     Measurer,
     MeasuringPlan,
     MeasuringStep,
     PairSums,
-    Subject,
     Tally,
+    TensorSums,
     added_magnitudes,
     find_norms,
     kind_of,
@@ -95,7 +95,7 @@ def analyze(
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
     plan = plan_measuring(inputs.base, sources, request, spectra)
-    merged = plan.subjects if len(sources) > 1 else ()
+    merged = plan.tensors if len(sources) > 1 else ()
     return conclude(
         plan,
         measure(plan),
@@ -161,10 +161,10 @@ def plan_measuring(
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
     if not models:
         raise RecipeError("no models: name at least one to compare with the base")
-    subjects, left_out = find_subjects(base, models)
-    subjects = {name: subject for name, subject in subjects.items() if selects(name)}
+    tensors, left_out = find_comparable(base, models)
+    tensors = {name: tensor for name, tensor in tensors.items() if selects(name)}
     left_out = [each for each in left_out if selects(each.tensor)]
-    if not subjects:
+    if not tensors:
         reasons = map(str, left_out[:1])
         raise InputError(": ".join(["there are no weights to analyse", *reasons]))
     options, per_thread = request.options, workspace_bytes((base, *models.values()))
@@ -172,15 +172,15 @@ def plan_measuring(
     max_memory = memory_limit(options.max_memory, per_thread)
     threads = max(1, min(options.threads or available_cores(), max_memory // per_thread))
     left = max_memory // threads - per_thread
-    matrices = choose_matrices(list(subjects.values()), spectra, left)
-    return MeasuringPlan(request, base, models, subjects, left_out, matrices, threads)
+    matrices = choose_matrices(list(tensors.values()), spectra, left)
+    return MeasuringPlan(request, base, models, tensors, left_out, matrices, threads)
 
 
-def find_subjects(
+def find_comparable(
     base: Source, models: Mapping[str, Source]
-) -> tuple[dict[str, Subject], list[LeftOut]]:
+) -> tuple[dict[str, ComparedTensor], list[LeftOut]]:
     """Return the tensors that can be compared, with their models, and those that cannot."""
-    subjects: dict[str, Subject] = {}
+    tensors: dict[str, ComparedTensor] = {}
     left_out: list[LeftOut] = []
     named = list(models.items())
     layers, norms = number_layers(base.tensors), find_norms(base.tensors.values())
@@ -199,12 +199,12 @@ def find_subjects(
         unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
         if fit.fitting or unchanged:
             kind = Kind.NORM if name in norms else kind_of(name)
-            subjects[name] = Subject(info, kind, layers[name], fit.fitting, unchanged)
+            tensors[name] = ComparedTensor(info, kind, layers[name], fit.fitting, unchanged)
     left_out += find_extras(base, named)
-    if not any(subject.models for subject in subjects.values()):
+    if not any(tensor.models for tensor in tensors.values()):
         reason = f": {left_out[0]}" if left_out else ""
         raise InputError(f"base and models have no weights in common{reason}")
-    return subjects, left_out
+    return tensors, left_out
 
 
 def _differs(name: str, *sources: Source) -> bool:
@@ -215,7 +215,7 @@ def _differs(name: str, *sources: Source) -> bool:
 
 
 def choose_matrices(
-    subjects: Sequence[Subject], which: Spectra, bytes_each: int
+    tensors: Sequence[ComparedTensor], which: Spectra, bytes_each: int
 ) -> dict[str, bool]:
     """Return the matrices whose singular values are computed, and True for all of a matrix.
 
@@ -224,22 +224,22 @@ def choose_matrices(
     if which == "none":
         return {}
     matrices = [
-        subject
-        for subject in subjects
-        if subject.models and len(subject.base.shape) == 2 and min(subject.base.shape) >= MIN_SIDE
+        tensor
+        for tensor in tensors
+        if tensor.models and len(tensor.base.shape) == 2 and min(tensor.base.shape) >= MIN_SIDE
     ]
     fits = {s.name: tallies.bytes_of(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
         return fits
     # LoRAs rarely change embeddings and heads, and many of their rows may be unused.
-    inner = [subject for subject in matrices if subject.kind not in OUTER] or matrices
+    inner = [tensor for tensor in matrices if tensor.kind not in OUTER] or matrices
 
     def cost(*, whole: bool) -> float:
         return sum(len(s.models) * tallies.cost_of(s.base.shape, whole=whole) for s in inner)
 
-    if cost(whole=True) <= tallies.WHOLE_COST and all(fits[subject.name] for subject in inner):
-        return {subject.name: True for subject in inner}
-    inner.sort(key=lambda subject: (subject.layer, subject.name))
+    if cost(whole=True) <= tallies.WHOLE_COST and all(fits[tensor.name] for tensor in inner):
+        return {tensor.name: True for tensor in inner}
+    inner.sort(key=lambda tensor: (tensor.layer, tensor.name))
     most = max(1, int(tallies.WINDOWS_COST / (cost(whole=False) / len(inner))))
     return {inner[place].name: False for place in evenly_spread(len(inner), most)}
 
@@ -271,17 +271,17 @@ def do_measuring(
 
 def _measure_on_cluster(plan: MeasuringPlan, address: str, tally: Tally, display: Display) -> None:
     options = plan.request.options
-    shapes = (plan.subjects[name].base.shape for name in plan.spectra)
+    shapes = (plan.tensors[name].base.shape for name in plan.spectra)
     least = workspace_bytes(plan.sources) + max(map(tallies.bytes_of, shapes), default=0)
     limit = memory_limit(options.max_memory, least)
     display.announce(f"analysing on the cluster {address}")
     with connect(address, verbose=options.verbose) as cluster:
         cluster.size_tasks(least, limit, options.max_memory, options.threads)
         request = task_request(plan.request.recipe, options, cluster.task_memory)
-        job = MeasuringJob(request, sample_inputs(plan.sources), plan.subjects, plan.spectra)
+        job = MeasuringJob(request, sample_inputs(plan.sources), plan.tensors, plan.spectra)
         for _, (measured, spectra), nbytes in cluster.run(job, cut(plan)):
             for name, found in measured.items():
-                tally.keep(plan.subjects[name], found)
+                tally.keep(plan.tensors[name], found)
             tally.spectra |= spectra
             display.advance(nbytes)
     check_unchanged(plan.sources)
@@ -294,13 +294,13 @@ PIECE_BYTES = 256 << 20  # the most bytes that a piece reads, unless a single te
 class MeasuringJob(ClusterJob):
     """An analysis under way; a piece is the steps of some tensors."""
 
-    subjects: Mapping[str, Subject]
+    tensors: Mapping[str, ComparedTensor]
     spectra: Mapping[str, bool]
 
     def open(self, stack: ExitStack) -> RunPiece:
         _, inputs = open_inputs(self.request.recipe, self.request.options)
         models = dict(zip(inputs.names, inputs.models, strict=True))
-        plan = MeasuringPlan(self.request, inputs.base, models, self.subjects, (), self.spectra)
+        plan = MeasuringPlan(self.request, inputs.base, models, self.tensors, (), self.spectra)
         self.hold_inputs(stack, self.request.recipe, plan.sources)
 
         def run(steps: Sequence[MeasuringStep], _common: None) -> tuple[Any, int]:
@@ -336,12 +336,11 @@ def conclude(
     **known: Any,
 ) -> Analysis:
     """Make an analysis of what was measured; `known` are other fields of it."""
-    tensors = [tally.measured[name] for name in plan.subjects]
-    layers: dict[int, list[Measured]] = {}
-    for subject, found in zip(plan.subjects.values(), tensors, strict=True):
-        layers.setdefault(subject.layer, []).append(found)
-    whole = sum(tensors, Measured())
-    by_layer = {layer: sum(layers[layer], Measured()) for layer in sorted(layers)}
+    layers: dict[int, list[TensorSums]] = {}
+    for name, tensor in plan.tensors.items():
+        layers.setdefault(tensor.layer, []).append(tally.measured[name])
+    whole = sum((tally.measured[name] for name in plan.tensors), TensorSums())
+    by_layer = {layer: sum(layers[layer], TensorSums()) for layer in sorted(layers)}
     places = zip(plan.models, files, strict=True)
     pairs = combinations(enumerate(plan.models), 2)
     return Analysis(
@@ -363,11 +362,11 @@ def conclude(
 
 def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str) -> ModelAnalysis:
     source = plan.models[name]
-    compared = [s for s in plan.subjects.values() if number in (*s.models, *s.unchanged)]
+    compared = [s for s in plan.tensors.values() if number in (*s.models, *s.unchanged)]
     cells: dict[tuple[int, Kind], Sums] = {}
-    for subject in compared:
-        cell = subject.layer, subject.kind
-        cells[cell] = cells.get(cell, Sums()) + tally.measured[subject.name].sums[number]
+    for tensor in compared:
+        cell = tensor.layer, tensor.kind
+        cells[cell] = cells.get(cell, Sums()) + tally.measured[tensor.name].sums[number]
 
     def over(layer: int | None = None, kind: Kind | None = None) -> Statistics:
         chosen = [cell for cell in cells if layer in (None, cell[0]) and kind in (None, cell[1])]
@@ -378,15 +377,15 @@ def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str)
 
     analyzed = tuple(
         TensorAnalysis(
-            subject.name,
-            subject.kind,
-            subject.layer,
-            subject.base.shape,
-            source.tensors.get(subject.name, subject.base).dtype.name,
-            tally.statistics[subject.name, number],
-            tally.spectra.get((subject.name, number)),
+            tensor.name,
+            tensor.kind,
+            tensor.layer,
+            tensor.base.shape,
+            source.tensors.get(tensor.name, tensor.base).dtype.name,
+            tally.statistics[tensor.name, number],
+            tally.spectra.get((tensor.name, number)),
         )
-        for subject in compared
+        for tensor in compared
     )
     origin, rank = find_origin(analyzed)
     return ModelAnalysis(
@@ -426,11 +425,14 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
 
 
 def _pair(
-    whole: Measured, by_layer: Mapping[int, Measured], one: tuple[int, str], other: tuple[int, str]
+    whole: TensorSums,
+    by_layer: Mapping[int, TensorSums],
+    one: tuple[int, str],
+    other: tuple[int, str],
 ) -> PairAnalysis:
     pair = one[0], other[0]
 
-    def overlap(found: Measured) -> Overlap:
+    def overlap(found: TensorSums) -> Overlap:
         total = found.pairs.get(pair, PairSums())
         norms = [math.sqrt(found.sums.get(each, Sums()).inside.squares) for each in pair]
         length = norms[0] * norms[1]
@@ -449,7 +451,7 @@ def _pair(
     return PairAnalysis(one[1], other[1], overlap(whole), overlaps, ratio)
 
 
-def _cancelled(found: Measured) -> float:
+def _cancelled(found: TensorSums) -> float:
     """Return the share of all change that is lost when the models are added up."""
     apart = added_magnitudes(found)
     return max(0.0, 1 - found.summed_magnitude / apart) if apart else 0.0

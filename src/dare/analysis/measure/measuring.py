@@ -60,7 +60,7 @@ def period_of(elements: int) -> int:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ComparedTensor:
     """A tensor, and the models whose deltas of it are measured."""
 
     base: TensorInfo
@@ -96,7 +96,7 @@ class PairSums(Additive):
 
 
 @dataclass(frozen=True)
-class Measured(Additive):
+class TensorSums(Additive):
     """All that is known of one tensor, or of some chunks of it; mappings are by model."""
 
     sums: dict[int, Sums] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class MeasuringPlan:
     request: Request
     base: Source
     models: Mapping[str, Source]
-    subjects: Mapping[str, Subject]  # by name
+    tensors: Mapping[str, ComparedTensor]  # by name
     left_out: Sequence[LeftOut]  # those that cannot be compared
     spectra: Mapping[str, bool]  # the matrices with singular values, and True for all of one
     threads: int = 1
@@ -191,28 +191,28 @@ class MeasuringPlan:
         """The base and the models."""
         return (self.base, *self.models.values())
 
-    def sources_of(self, subject: Subject) -> list[Source]:
+    def sources_of(self, tensor: ComparedTensor) -> list[Source]:
         """Return the sources of a tensor: the base, then the models that change it."""
-        return [self.base, *(self.sources[1 + model] for model in subject.models)]
+        return [self.base, *(self.sources[1 + model] for model in tensor.models)]
 
     @cached_property
     def steps(self) -> list[MeasuringStep]:
         """All steps; a matrix's singular values come when its bytes have just been read."""
         steps: list[MeasuringStep] = []
-        for group, (name, subject) in enumerate(self.subjects.items(), start=1):
-            elements, last = subject.base.elements, subject.chunks - 1
-            again = elements if len(subject.models) > MODELS_HELD else 0  # for the sample
-            for chunk in range(subject.chunks):
+        for group, (name, tensor) in enumerate(self.tensors.items(), start=1):
+            elements, last = tensor.base.elements, tensor.chunks - 1
+            again = elements if len(tensor.models) > MODELS_HELD else 0  # for the sample
+            for chunk in range(tensor.chunks):
                 size = chunk_span(chunk, elements)[1] + again * (chunk == last)
                 steps.append(Make(("make", name, chunk), (), group, size, name, chunk))
-            for model in subject.models if name in self.spectra else ():
-                size = self.window_on(subject).rows * subject.base.shape[1]
+            for model in tensor.models if name in self.spectra else ():
+                size = self.window_on(tensor).rows * tensor.base.shape[1]
                 steps.append(Survey(("survey", name, model), (), group, size, name, model))
         return steps
 
-    def window_on(self, subject: Subject) -> Window:
+    def window_on(self, tensor: ComparedTensor) -> Window:
         """Return the part of a matrix whose singular values are computed."""
-        return tallies.window_of(subject.base.shape, whole=self.spectra[subject.name])
+        return tallies.window_of(tensor.base.shape, whole=self.spectra[tensor.name])
 
     @cached_property
     def bytes_read(self) -> int:
@@ -221,7 +221,7 @@ class MeasuringPlan:
 
     def bytes_read_by(self, step: MeasuringStep) -> int:
         """Return the bytes that a step reads."""
-        sources = self.sources_of(self.subjects[step.tensor])
+        sources = self.sources_of(self.tensors[step.tensor])
         if isinstance(step, Survey) and step.model is not None:
             source = self.sources[1 + step.model]
             sources = [source] if source.delta_of(step.tensor).is_change else [self.base, source]
@@ -241,40 +241,42 @@ class Tally:
         With `keeps_all` the magnitudes of each tensor are kept, not only those of a layer's tensors
         of a kind.
         """
-        self.measured: dict[str, Measured] = {}
+        self.measured: dict[str, TensorSums] = {}
         # By tensor and model.
         self.statistics: dict[tuple[str, int], Statistics] = {}
         self.spectra: dict[tuple[str, int], Spectrum | None] = {}
         # By model, layer and kind.
         self.magnitudes: dict[tuple[int, int, Kind], Magnitudes] = {}
         self._keeps_all = keeps_all
-        self._sums: dict[str, tuple[int, Measured]] = {}  # the chunks that are added, and their sum
-        self._waiting: dict[tuple[str, int], Measured] = {}  # chunks that others must precede
+        self._sums: dict[
+            str, tuple[int, TensorSums]
+        ] = {}  # the chunks that are added, and their sum
+        self._waiting: dict[tuple[str, int], TensorSums] = {}  # chunks that others must precede
         self._lock = threading.Lock()
 
-    def add(self, subject: Subject, chunk: int, found: Measured) -> Measured | None:
+    def add(self, tensor: ComparedTensor, chunk: int, found: TensorSums) -> TensorSums | None:
         """Add a chunk to those before it; return the sum if these are all chunks of the tensor."""
         with self._lock:
-            name = subject.name
+            name = tensor.name
             self._waiting[name, chunk] = found
-            added, total = self._sums.pop(name, (0, Measured()))
+            added, total = self._sums.pop(name, (0, TensorSums()))
             while (following := self._waiting.pop((name, added), None)) is not None:
                 added, total = added + 1, total + following
-            if added == subject.chunks:
+            if added == tensor.chunks:
                 return total
             self._sums[name] = added, total
             return None
 
-    def keep(self, subject: Subject, found: Measured) -> None:
+    def keep(self, tensor: ComparedTensor, found: TensorSums) -> None:
         """Keep the figures of a whole tensor."""
         for model, sums in found.sums.items():
             magnitudes = found.magnitudes[model]
-            self.statistics[subject.name, model] = statistics_of(sums, magnitudes)
-            cell = (model, subject.layer, subject.kind)
+            self.statistics[tensor.name, model] = statistics_of(sums, magnitudes)
+            cell = (model, tensor.layer, tensor.kind)
             with self._lock:
                 self.magnitudes[cell] = self.magnitudes.get(cell, NO_MAGNITUDES) + magnitudes
         kept = found if self._keeps_all else replace(found, magnitudes={})
-        self.measured[subject.name] = kept
+        self.measured[tensor.name] = kept
 
 
 # ---------------------------------------------------------------- doing the steps
@@ -300,9 +302,9 @@ class Measurer:
     def prefetch(self, step: MeasuringStep) -> None:
         """Ask for a chunk's bytes of every input; matrices are those that have just been read."""
         if isinstance(step, Make) and step.elements:
-            subject = self._plan.subjects[step.tensor]
-            for source in self._plan.sources_of(subject):
-                source.prefetch(step.tensor, *chunk_span(step.chunk, subject.base.elements))
+            tensor = self._plan.tensors[step.tensor]
+            for source in self._plan.sources_of(tensor):
+                source.prefetch(step.tensor, *chunk_span(step.chunk, tensor.base.elements))
 
     def run_batch(self, batch: Batch[MeasuringStep]) -> Iterator[None]:
         """Do steps: what is found goes to the tally."""
@@ -311,20 +313,20 @@ class Measurer:
                 raise Stopped
             match step:
                 case Make(tensor=name, chunk=chunk):
-                    subject = self._plan.subjects[name]
-                    total = self._tally.add(subject, chunk, self._measure(subject, chunk))
+                    tensor = self._plan.tensors[name]
+                    total = self._tally.add(tensor, chunk, self._measure(tensor, chunk))
                     if total is not None:
-                        self._tally.keep(subject, self._complete(subject, total))
+                        self._tally.keep(tensor, self._complete(tensor, total))
                 case Survey(tensor=name, model=int(model)):
-                    spectrum = self._spectrum(self._plan.subjects[name], model)
+                    spectrum = self._spectrum(self._plan.tensors[name], model)
                     self._tally.spectra[name, model] = spectrum
             yield
             self._progress(self._plan.bytes_read_by(step))
 
     # ------------------------------------------------------------ a chunk
 
-    def _measure(self, subject: Subject, chunk: int) -> Measured:
-        models = subject.models
+    def _measure(self, tensor: ComparedTensor, chunk: int) -> TensorSums:
+        models = tensor.models
         pairs = list(combinations(models, 2))
         sums = np.zeros((len(models), tallies.SUMS))
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
@@ -333,12 +335,12 @@ class Measurer:
         counters = self._counters[: len(models)]
         shared, samples = np.zeros(2, np.int64), list[Floats]()
         totals = np.zeros(2)
-        _, count = chunk_span(chunk, subject.base.elements)
-        for start, base, tuned, given in self._read(subject, chunk):
+        _, count = chunk_span(chunk, tensor.base.elements)
+        for start, base, tuned, given in self._read(tensor, chunk):
             found = (sums, counts, dots, pair_counts, shared, totals, counters)
             core.measure(base, tuned, given, *found)
             if 1 < len(models) <= MODELS_HELD:
-                samples.append(self._sample(subject, start, base, tuned, given))
+                samples.append(self._sample(tensor, start, base, tuned, given))
         base_squares, summed_magnitude = totals.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict[int, Sums](), dict[int, Magnitudes]()
@@ -346,9 +348,9 @@ class Measurer:
             own = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
             all_sums[model] = own
             magnitudes[model] = _take_magnitudes(counters[place], own)
-        return Measured(
-            all_sums | dict.fromkeys(subject.unchanged, untouched),
-            magnitudes | dict.fromkeys(subject.unchanged, NO_MAGNITUDES),
+        return TensorSums(
+            all_sums | dict.fromkeys(tensor.unchanged, untouched),
+            magnitudes | dict.fromkeys(tensor.unchanged, NO_MAGNITUDES),
             {
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
@@ -357,26 +359,28 @@ class Measurer:
             tuple(samples),
         )
 
-    def _read(self, subject: Subject, chunk: int) -> Iterator[tuple[int, Raw, list[Raw], Flags]]:
+    def _read(
+        self, tensor: ComparedTensor, chunk: int
+    ) -> Iterator[tuple[int, Raw, list[Raw], Flags]]:
         """Yield pieces of a chunk: the first index, base and models, and which of them are deltas.
 
         The next piece takes their place.
         """
-        sources = self._plan.sources_of(subject)
-        first, count = chunk_span(chunk, subject.base.elements)
+        sources = self._plan.sources_of(tensor)
+        first, count = chunk_span(chunk, tensor.base.elements)
         for start in range(first, first + count, self._span):
             size = min(self._span, first + count - start)
             base, *tuned = (
-                read_stored(source, subject.name, start, size, buffer)
+                read_stored(source, tensor.name, start, size, buffer)
                 for source, buffer in zip(sources, self._bytes, strict=False)
             )
-            given = np.array([s.delta_of(subject.name).is_change for s in sources[1:]], np.bool_)
+            given = np.array([s.delta_of(tensor.name).is_change for s in sources[1:]], np.bool_)
             yield start, base, tuned, given
 
     def _sample(
-        self, subject: Subject, start: int, base: Raw, tuned: list[Raw], given: Flags
+        self, tensor: ComparedTensor, start: int, base: Raw, tuned: list[Raw], given: Flags
     ) -> Floats:
-        period = subject.period
+        period = tensor.period
         runs = -(-base.size // (SAMPLED * period))
         sample = np.empty((len(tuned), SAMPLED * runs), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
@@ -385,17 +389,17 @@ class Measurer:
 
     # ------------------------------------------------------------ a tensor
 
-    def _complete(self, subject: Subject, total: Measured) -> Measured:
+    def _complete(self, tensor: ComparedTensor, total: TensorSums) -> TensorSums:
         """Return a tensor's figures with those that are only known when all of it has been seen."""
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.pairs:
             return replace(total, summed_magnitude=added_magnitudes(total))
-        least = [_least_of_top(subject, total.magnitudes[model]) for model in subject.models]
+        least = [_least_of_top(tensor, total.magnitudes[model]) for model in tensor.models]
         tops, in_both = np.zeros(len(least), np.int64), np.zeros((len(total.pairs), 2), np.int64)
-        for part in self._samples(subject, total):
+        for part in self._samples(tensor, total):
             core.compare_tops(part, np.array(least, np.uint32), tops, in_both)
-        sizes = dict(zip(subject.models, tops.tolist(), strict=True))
+        sizes = dict(zip(tensor.models, tops.tolist(), strict=True))
         pairs = dict(total.pairs)
         for ((one, other), sums), counts in zip(total.pairs.items(), in_both.tolist(), strict=True):
             shared, agreeing = counts
@@ -404,33 +408,33 @@ class Measurer:
             pairs[one, other] = replace(sums, **found_tops)
         total = replace(total, pairs=pairs)
         if any(each.inside.outliers for each in whole.values()):
-            total = _without_outliers(subject.models, total, self._samples(subject, total))
+            total = _without_outliers(tensor.models, total, self._samples(tensor, total))
         return replace(total, samples=())
 
-    def _samples(self, subject: Subject, total: Measured) -> Iterator[Floats]:
+    def _samples(self, tensor: ComparedTensor, total: TensorSums) -> Iterator[Floats]:
         """Yield the sample, piece by piece; it is read again unless it was kept."""
         yield from total.samples
-        for chunk in () if total.samples else range(subject.chunks):
-            for piece in self._read(subject, chunk):
-                yield self._sample(subject, *piece)
+        for chunk in () if total.samples else range(tensor.chunks):
+            for piece in self._read(tensor, chunk):
+                yield self._sample(tensor, *piece)
 
     # ------------------------------------------------------------ a matrix
 
-    def _spectrum(self, subject: Subject, model: int) -> Spectrum | None:
+    def _spectrum(self, tensor: ComparedTensor, model: int) -> Spectrum | None:
         """Return the singular values of a model's delta, or of the window on it."""
-        source, name = self._plan.sources[1 + model], subject.name
-        delta = self._read_window(source, subject)
+        source, name = self._plan.sources[1 + model], tensor.name
+        delta = self._read_window(source, tensor)
         rounding = UNROUNDED
         if not source.delta_of(name).is_change:
-            base = self._read_window(self._plan.base, subject)
+            base = self._read_window(self._plan.base, tensor)
             delta -= base
             types = (each.tensors[name].dtype.name for each in (self._plan.base, source))
             rounding = find_rounding(base, *types)
         delta[~np.isfinite(delta)] = 0
         return tallies.spectrum_of(delta, rounding)
 
-    def _read_window(self, source: Source, subject: Subject) -> Floats:
-        name, width, window = subject.name, subject.base.shape[1], self._plan.window_on(subject)
+    def _read_window(self, source: Source, tensor: ComparedTensor) -> Floats:
+        name, width, window = tensor.name, tensor.base.shape[1], self._plan.window_on(tensor)
         runs = [
             read_floats(source, name, first * width, rows * width, "cpu").reshape(rows, width)
             for first, rows in window.runs
@@ -440,19 +444,21 @@ class Measurer:
         return np.concatenate([run[:, window.columns] for run in runs])
 
 
-def _least_of_top(subject: Subject, magnitudes: Magnitudes) -> int:
+def _least_of_top(tensor: ComparedTensor, magnitudes: Magnitudes) -> int:
     """Return the bits of the least magnitude that is among a model's largest, in its tensor."""
-    wanted = math.ceil(TOP * subject.base.elements)
+    wanted = math.ceil(TOP * tensor.base.elements)
     place = top_bin(magnitudes, wanted) if magnitudes.counts.size else BINS - 1
     return max(1, place << BIN_SHIFT)
 
 
-def added_magnitudes(measured: Measured) -> float:
+def added_magnitudes(measured: TensorSums) -> float:
     """Return ΣΣ|δ| of all models, without outliers."""
     return sum(each.inside.magnitude for each in measured.sums.values())
 
 
-def _without_outliers(models: Sequence[int], total: Measured, parts: Iterable[Floats]) -> Measured:
+def _without_outliers(
+    models: Sequence[int], total: TensorSums, parts: Iterable[Floats]
+) -> TensorSums:
     """Return a tensor's figures with products and sums as its sample has them without outliers.
 
     Overwrites the outliers in the sample.

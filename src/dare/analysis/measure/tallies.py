@@ -85,7 +85,7 @@ def _added(name: str, one: Any, other: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Inside(Additive):
+class InlierSums(Additive):
     """Sums over the elements of a set that are no outliers of their tensors."""
 
     outliers: int = 0
@@ -111,7 +111,7 @@ class Sums(Additive):
     smallest: float = math.inf  # the smallest magnitude above zero
     largest: float = 0.0
     base_squares: float = 0.0
-    inside: Inside = Inside()  # known when all of a tensor has been counted
+    inside: InlierSums = InlierSums()  # known when all of a tensor has been counted
 
     @property
     def finite(self) -> int:
@@ -130,7 +130,7 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
         one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
         left, (used,) = (one, two, four), np.nonzero(counts[:place])
         largest = float(bin_edge(magnitudes.first + used[-1] + 1)) if used.size else 0.0
-    return replace(sums, inside=Inside(outliers, *left, largest))
+    return replace(sums, inside=InlierSums(outliers, *left, largest))
 
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
