@@ -32,7 +32,7 @@ from dare.analysis.measure.tallies import Additive, Sums, Window, statistics_of,
 from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
 from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
 from dare.checks.rank import UNROUNDED, find_rounding
-from dare.inputs.sources import Raw, Source, read_floats, read_stored
+from dare.inputs.sources import Raw, Source, read_chunks, read_floats
 from dare.kernels import core
 from dare.kernels.reference import LEAST, SAMPLED
 from dare.planning.make import LeftOut
@@ -46,7 +46,8 @@ from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
 MeasuringStep = Make | Survey  # a chunk to be measured, a matrix of one model
 Floats = NDArray[np.float32]
-Flags = NDArray[np.bool_]
+# A piece of a chunk: its first index, base and models, and which of these are given by deltas.
+Piece = tuple[int, Raw, list[Raw], NDArray[np.bool_]]
 
 TOP = 0.01  # share of a tensor's elements that count as its top
 SAMPLE = CHUNK  # about how many elements of a tensor the overlap of the tops is counted on
@@ -248,10 +249,9 @@ class Tally:
         # By model, layer and kind.
         self.magnitudes: dict[tuple[int, int, Kind], Magnitudes] = {}
         self._keeps_all = keeps_all
-        self._sums: dict[
-            str, tuple[int, TensorSums]
-        ] = {}  # the chunks that are added, and their sum
-        self._waiting: dict[tuple[str, int], TensorSums] = {}  # chunks that others must precede
+        # By tensor: how many chunks are added, and their sum. Others wait for those before them.
+        self._sums: dict[str, tuple[int, TensorSums]] = {}
+        self._waiting: dict[tuple[str, int], TensorSums] = {}
         self._lock = threading.Lock()
 
     def add(self, tensor: ComparedTensor, chunk: int, found: TensorSums) -> TensorSums | None:
@@ -275,8 +275,7 @@ class Tally:
             cell = (model, tensor.layer, tensor.kind)
             with self._lock:
                 self.magnitudes[cell] = self.magnitudes.get(cell, NO_MAGNITUDES) + magnitudes
-        kept = found if self._keeps_all else replace(found, magnitudes={})
-        self.measured[tensor.name] = kept
+        self.measured[tensor.name] = found if self._keeps_all else replace(found, magnitudes={})
 
 
 # ---------------------------------------------------------------- doing the steps
@@ -295,9 +294,8 @@ class Measurer:
         self._span = span_of(plan.sources)
         widest = widest_of(plan.sources)
         self._bytes = [np.empty(self._span * widest, np.uint8) for _ in plan.sources]
-        # Empty between chunks.
-        counters = len(plan.models), tallies.WAYS, tallies.COUNTERS
-        self._counters = np.zeros(counters, np.uint32)
+        shape = len(plan.models), tallies.WAYS, tallies.COUNTERS
+        self._counters = np.zeros(shape, np.uint32)  # empty between chunks
 
     def prefetch(self, step: MeasuringStep) -> None:
         """Ask for a chunk's bytes of every input; matrices are those that have just been read."""
@@ -336,11 +334,11 @@ class Measurer:
         shared, samples = np.zeros(2, np.int64), list[Floats]()
         totals = np.zeros(2)
         _, count = chunk_span(chunk, tensor.base.elements)
-        for start, base, tuned, given in self._read(tensor, chunk):
+        for piece in self._read(tensor, chunk):
             found = (sums, counts, dots, pair_counts, shared, totals, counters)
-            core.measure(base, tuned, given, *found)
+            core.measure(*piece[1:], *found)
             if 1 < len(models) <= MODELS_HELD:
-                samples.append(self._sample(tensor, start, base, tuned, given))
+                samples.append(self._sample(tensor, piece))
         base_squares, summed_magnitude = totals.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict[int, Sums](), dict[int, Magnitudes]()
@@ -359,27 +357,21 @@ class Measurer:
             tuple(samples),
         )
 
-    def _read(
-        self, tensor: ComparedTensor, chunk: int
-    ) -> Iterator[tuple[int, Raw, list[Raw], Flags]]:
-        """Yield pieces of a chunk: the first index, base and models, and which of them are deltas.
-
-        The next piece takes their place.
-        """
-        sources = self._plan.sources_of(tensor)
-        first, count = chunk_span(chunk, tensor.base.elements)
-        for start in range(first, first + count, self._span):
-            size = min(self._span, first + count - start)
-            base, *tuned = (
-                read_stored(source, tensor.name, start, size, buffer)
-                for source, buffer in zip(sources, self._bytes, strict=False)
-            )
-            given = np.array([s.delta_of(tensor.name).is_change for s in sources[1:]], np.bool_)
+    def _read(self, tensor: ComparedTensor, chunk: int) -> Iterator[Piece]:
+        """Read a chunk piece by piece; the next piece takes the place of the one before."""
+        name, sources = tensor.name, self._plan.sources_of(tensor)
+        given = np.array([source.delta_of(name).is_change for source in sources[1:]], np.bool_)
+        for start, (base, *tuned) in read_chunks(
+            *(sources, name, *chunk_span(chunk, tensor.base.elements)),
+            buffers=self._bytes[: len(sources)],
+            base_first=True,
+            at_once=self._span,
+            together=self._span,
+        ):
             yield start, base, tuned, given
 
-    def _sample(
-        self, tensor: ComparedTensor, start: int, base: Raw, tuned: list[Raw], given: Flags
-    ) -> Floats:
+    def _sample(self, tensor: ComparedTensor, piece: Piece) -> Floats:
+        start, base, tuned, given = piece
         period = tensor.period
         runs = -(-base.size // (SAMPLED * period))
         sample = np.empty((len(tuned), SAMPLED * runs), np.float32)
@@ -415,8 +407,7 @@ class Measurer:
         """Yield the sample, piece by piece; it is read again unless it was kept."""
         yield from total.samples
         for chunk in () if total.samples else range(tensor.chunks):
-            for piece in self._read(tensor, chunk):
-                yield self._sample(tensor, *piece)
+            yield from (self._sample(tensor, piece) for piece in self._read(tensor, chunk))
 
     # ------------------------------------------------------------ a matrix
 
