@@ -27,8 +27,8 @@ from dare.demo.merges import (
     ENGLISH_BYTES,
     PROMPTS,
     TUNED,
+    DemoMerge,
     Measurement,
-    Merge,
     Score,
     measure,
     measure_all,
@@ -57,7 +57,7 @@ class Curve(NamedTuple):
         tasks = tuple(TUNED) if self.task is None else (self.task,)
         return [
             Measurement(
-                Merge(self.combine, rate, 1.0, seed, paths, self.rescale), PROMPTS, 0, tasks
+                DemoMerge(self.combine, rate, 1.0, seed, paths, self.rescale), PROMPTS, 0, tasks
             )
             for seed in (SEEDS if rate else SEEDS[:1])
         ]
@@ -133,11 +133,11 @@ class Opening(NamedTuple):
         }
 
     @property
-    def weights(self) -> Path | Merge:
+    def weights(self) -> Path | DemoMerge:
         """The model, or a merge to make it."""
         if self.rate:
             paths = tuple(TUNED[name] for name in self.models)
-            return Merge(self.combine, self.rate, 1.0, self.seed, paths)
+            return DemoMerge(self.combine, self.rate, 1.0, self.seed, paths)
         return TUNED[self.models[0]] if self.models else BASE
 
     def measure(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Opening(NamedTuple):
         found: dict[str, Any] = {"setting": self.setting}
         weights = self.weights
         with tempfile.TemporaryDirectory() as folder:
-            if isinstance(weights, Merge):
+            if isinstance(weights, DemoMerge):
                 weights = weights.carry_out(Path(folder, "merged.safetensors"))
                 found["sha256"] = dare.verify(weights, verbose=False).sha256
             score = measure(Measurement(weights, PROMPTS, ENGLISH_BYTES))

@@ -28,7 +28,7 @@ from dare.analysis.judge.advice import METHODS
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import RULES, STOPPING
 from dare.documents.charts import THEMES
-from dare.documents.notices import LIMITS, Entry, Severity, catalogue
+from dare.documents.notices import LIMITS, NoticeKind, Severity, catalogue
 from dare.documents.words import times
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
@@ -396,7 +396,7 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
-NOT_IN_ANALYSES = {"Outcome", "Fit", "Limits", "Entry"}
+NOT_IN_ANALYSES = {"Outcome", "Fit", "Limits", "NoticeKind"}
 
 
 def analysis() -> str:
@@ -434,7 +434,7 @@ def rules() -> str:
     )
 
 
-def _effect(entry: Entry) -> str:
+def _effect(entry: NoticeKind) -> str:
     if entry.severity is Severity.NOTE:
         return "a note"
     return Verdict.UNFIT if entry.code in STOPPING else Verdict.WITH_CHANGES

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dare import InputError, RecipeError, Request
 from dare.darex import (
     LARGEST_Q,
-    Trial,
+    TriedQ,
     analytic_q,
     find_q_by_outputs,
     find_q_by_score,
@@ -42,7 +42,7 @@ def test_it_stops_after_more_than_three_that_are_no_better():
     assert found.q == 1 - 0.9
     equal = find_q_by_score(lambda q: 1.0, 0.5)
     assert equal.q == 0.5
-    assert equal.trials[0] == Trial(0.5, 1.0)
+    assert equal.trials[0] == TriedQ(0.5, 1.0)
 
 
 def test_a_better_one_starts_the_count_again():

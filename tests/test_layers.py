@@ -152,6 +152,15 @@ def test_from_the_package_itself_only_the_version_is_taken():
     assert taken == {"__version__"}
 
 
+def test_no_class_name_stands_twice():
+    places: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
 def test_few_modules_stand_outside_the_folders():
     assert len(list(ROOT.glob("*.py"))) <= MOST_AT_ROOT
 

@@ -27,7 +27,7 @@ from dare.analysis.sparsity import (
     dare_merge_readiness,
 )
 from dare.api import merge, merge_arrays
-from dare.checks.sample import NONE, Magnitudes
+from dare.checks.magnitudes import NO_MAGNITUDES, Magnitudes
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
@@ -230,7 +230,7 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
     that a few outliers decide them; where there are any, what holds without them is printed too,
     and the advice goes by that. NaN and infinite elements are warned of and not counted.
     """
-    elements, sums, bins = 0, Sums(), NONE
+    elements, sums, bins = 0, Sums(), NO_MAGNITUDES
     deltas = named_arrays(task_vector, "task_vector")
     for name, delta in deltas.items():
         magnitudes = np.abs(_as_floats(delta, name))

@@ -32,7 +32,7 @@ FINE_STEPS = 10  # parts into which a step is cut around the best of the coarse 
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedQ:
     """A value of q that was tried, and its score."""
 
     q: float
@@ -45,7 +45,7 @@ class FoundQ:
 
     q: float
     score: float
-    trials: tuple[Trial, ...]
+    trials: tuple[TriedQ, ...]
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ def find_q_by_score(
     if patience < 0:
         raise RecipeError(f"patience = {patience}: must be at least 0")
 
-    trials: list[Trial] = []
+    trials: list[TriedQ] = []
 
-    def attempt(q: float) -> Trial:
+    def attempt(q: float) -> TriedQ:
         found = float(score(q))
         if math.isnan(found):
             raise InputError(f"the score at q = {q:.6g} is not a number (NaN)")
-        trials.append(Trial(q, found))
+        trials.append(TriedQ(q, found))
         return trials[-1]
 
     places = int((1.0 - lowest) / step * (1 + 1e-12))  # of the coarse grid, beyond its first

@@ -3,8 +3,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import pickle
+import threading
 import tracemalloc
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -18,12 +21,14 @@ from dare.analysis.document import Analysis
 from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.measure import analyzing, measuring
 from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
-from dare.analysis.measure.measuring import Subject
+from dare.analysis.measure.measuring import ComparedTensor
 from dare.analysis.results import Kind, Origin
-from dare.checks.sample import BIN_SHIFT
+from dare.checks.magnitudes import BIN_SHIFT
 from dare.documents.shown import Display
 from dare.errors import InputError, RecipeError
-from dare.planning.make import Form, LeftOut, Misfit
+from dare.inputs.arrays import array_source
+from dare.planning.make import LeftOut, Misfit, StoredForm
+from dare.recipe.recipe import Request
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import TensorInfo
@@ -230,13 +235,27 @@ def test_threads_do_not_change_a_figure(large, three, monkeypatch):
     assert timeless(analyze_arrays(base, models, threads=3)) == timeless(found)
     base, models, found = large
     assert timeless(analyze_arrays(base, models, threads=3, spectra="none")) == timeless(found)
-    monkeypatch.setattr(measuring, "TOGETHER", 1)
-    assert timeless(analyze_arrays(base, models, spectra="none")) == timeless(found)
     monkeypatch.setattr(measuring, "CHUNKS_HELD", 1)  # as if there were many models
     monkeypatch.setattr(measuring, "MODELS_HELD", 1)
     again = analyze_arrays(base, models, spectra="none")
     assert again.bytes_read == 2 * found.bytes_read
     assert timeless(dataclasses.replace(again, bytes_read=found.bytes_read)) == timeless(found)
+
+
+def test_chunks_are_added_in_their_order(large):
+    base, models, _ = large
+    request = Request.of(base="base", models=["one", "other"], verbose=False)
+    sources = {name: array_source(model, name) for name, model in zip("ab", models, strict=True)}
+    plan = analyzing.plan_measuring(array_source(base, "base"), sources, request)
+    (tensor,) = plan.tensors.values()
+    worker = measuring.Measurer(plan, measuring.Tally(), print, threading.Event())
+    chunks = [worker._measure(tensor, number) for number in range(3)]
+    forth, back = measuring.Tally(), measuring.Tally()
+    found = [forth.add(tensor, number, chunks[number]) for number in (0, 1, 2)]
+    again = [back.add(tensor, number, chunks[number]) for number in (1, 2, 0)]
+    assert found[:2] == again[:2] == [None, None]
+    assert found[2].sums == again[2].sums == (chunks[0] + chunks[1] + chunks[2]).sums
+    assert [len(part) for part in again[2].samples] == [len(part) for part in found[2].samples]
 
 
 def test_sixteen_models_take_no_more_memory_than_eight(large):
@@ -350,11 +369,15 @@ def test_what_does_not_fit_is_left_out():
     found = analyze_arrays(base, {"math": math_model, "code": code_model})
     assert Analysis.from_json(found.to_json()).left_out == found.left_out
     assert found.left_out[:2] == (
-        LeftOut("a", Misfit.UNLIKE_BASE, ("math",), Form((3,), "F32"), Form((4,), "F32")),
-        LeftOut("b", Misfit.UNLIKE_BASE, ("code",), Form((2, 3), "F32"), Form((2, 3), "I32")),
+        LeftOut(
+            "a", Misfit.UNLIKE_BASE, ("math",), StoredForm((3,), "F32"), StoredForm((4,), "F32")
+        ),
+        LeftOut(
+            "b", Misfit.UNLIKE_BASE, ("code",), StoredForm((2, 3), "F32"), StoredForm((2, 3), "I32")
+        ),
     )
     assert found.left_out[2].reason is Misfit.NOT_WEIGHTS
-    pair = Form((2,), "I64")
+    pair = StoredForm((2,), "I64")
     steps, table, _, new = found.left_out[3:]
     assert steps == LeftOut("steps", Misfit.NOT_WEIGHTS, ("code",), pair, pair)
     assert (table.tensor, table.reason, table.models) == ("table", Misfit.UNLIKE_BASE, ("code",))
@@ -459,7 +482,7 @@ def test_the_order_of_models_changes_their_order_alone(models):
 
 def subject(name, rows, columns, kind=Kind.MLP, layer=0):
     info = TensorInfo(name, STORAGE_TYPES["BF16"], (rows, columns), 0)
-    return Subject(info, kind, layer, (0, 1))
+    return ComparedTensor(info, kind, layer, (0, 1))
 
 
 def test_cheap_matrices_are_taken_whole():
@@ -532,6 +555,49 @@ def test_files_shards_and_arrays_give_the_same(tmp_path, three):
     for one, other in zip(analysis.models, found.models, strict=True):
         assert dataclasses.replace(one, file="") == dataclasses.replace(other, file="")
     assert Analysis.from_json(analysis.to_json()) == analysis
+
+
+class Here:
+    """What stands for the cluster: every piece is pickled, and done by a task of its own."""
+
+    task_memory = 1 << 28
+
+    def size_tasks(self, *_limits):
+        return 1
+
+    def run(self, job, pieces):
+        for piece in pieces:
+            with ExitStack() as stack:
+                do = pickle.loads(pickle.dumps(job)).open(stack)
+                yield ("id", "here"), *pickle.loads(pickle.dumps(do(piece, None)))
+
+
+def test_tasks_of_a_cluster_find_the_same_figures(tmp_path, three, monkeypatch):
+    base, models, _ = three
+    base_file = save(tmp_path / "base.safetensors", base)
+    files = [save(tmp_path / f"{name}.safetensors", model) for name, model in models.items()]
+    found = analyze(base_file, files, verbose=False)
+    monkeypatch.setattr(analyzing, "connect", lambda *_, **__: nullcontext(Here()))
+    monkeypatch.setattr(analyzing, "PIECE_BYTES", 1)
+    again = analyze(base_file, files, cluster="auto", verbose=False)
+    assert timeless(again) == timeless(found)
+
+
+@pytest.mark.parametrize("where", [{}, {"cluster": "auto"}])
+def test_inputs_that_change_meanwhile_are_refused(tmp_path, three, monkeypatch, where):
+    base, models, _ = three
+    base_file = save(tmp_path / "base.safetensors", base)
+    file = save(tmp_path / "math.safetensors", models["math"])
+    complete = measuring.Measurer._complete
+
+    def change(*given):
+        os.utime(file, (1, 1))
+        return complete(*given)
+
+    monkeypatch.setattr(measuring.Measurer, "_complete", change)
+    monkeypatch.setattr(analyzing, "connect", lambda *_, **__: nullcontext(Here()))
+    with pytest.raises(InputError, match=r"math\.safetensors.*changed"):
+        analyze(base_file, [file], verbose=False, **where)
 
 
 @pytest.mark.parametrize("spectra", ["none", "auto"])

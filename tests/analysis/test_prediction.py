@@ -15,7 +15,7 @@ from dare.analysis.judge.prediction import (
     relative_error,
     tolerated_drop_rate,
 )
-from dare.checks.sample import Exposure, bounded_error
+from dare.checks.dropping import Exposure, bounded_error
 from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED
 from dare.documents.notices import LIMIT

@@ -17,8 +17,8 @@ from dare.analysis.judge.advice import judge
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
 from dare.analysis.judge.readiness import (
-    GRAVITY,
     RULES,
+    SEVEREST_FIRST,
     assess,
     body_of,
     chance_cancelled,
@@ -29,11 +29,11 @@ from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
-from dare.planning.make import Form, LeftOut, Misfit
+from dare.planning.make import LeftOut, Misfit, StoredForm
 from dare.stages import STAGES
 
 ROOT = make_base()
-COUNTER = Form((), "I64")
+COUNTER = StoredForm((), "I64")
 ONE, TWO, THREE = (tune(ROOT, seed=seed) for seed in (1, 2, 3))
 
 
@@ -68,7 +68,7 @@ def test_the_gravest_finding_decides():
     assert readiness.verdict is Verdict.UNFIT
     assert readiness.by_model["copy"] is Verdict.WITH_CHANGES
     assert readiness.by_model["broken"] is Verdict.UNFIT
-    severities = [GRAVITY.index(each.severity) for each in readiness.findings]
+    severities = [SEVEREST_FIRST.index(each.severity) for each in readiness.findings]
     assert severities == sorted(severities)
     assert [each.code for each in readiness.of("copy")] == ["equals_base"]
 
@@ -135,7 +135,7 @@ def test_findings_are_in_order_again_for_a_method(method, severity):
     left = {"left_out": (LeftOut("w", Misfit.NOT_IN_BASE, ("a",)),)}
     found = assess(analysis(ROOT, models, **left), method=method).findings
     assert [each.severity for each in found if each.code == "oversized"] == [severity]
-    severities = [GRAVITY.index(each.severity) for each in found]
+    severities = [SEVEREST_FIRST.index(each.severity) for each in found]
     assert severities == sorted(severities)
 
 

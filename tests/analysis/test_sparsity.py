@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 import dare
 from dare.analysis.judge.judgement import Verdict
 from dare.analysis.sparsity import Configuration, DARESparsityAnalyzer, dare_merge_readiness
-from dare.checks.sample import relative_error
+from dare.checks.dropping import relative_error
 from dare.demo.llama import Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, TUNED
 from dare.demo.tasks import TASKS, held_out_english

@@ -12,8 +12,8 @@ import scipy.stats
 from dare.analysis.measure.analyzing import analyze_arrays
 from dare.analysis.measure.tallies import KEPT, spectrum_of, window_of
 from dare.analysis.results import Origin
-from dare.checks.sample import (
-    find_outliers,
+from dare.checks.rank import (
+    find_noise_edge,
     find_rounding,
     median_of_noise,
     singular_values,
@@ -115,7 +115,7 @@ def test_directions_above_the_noise_are_counted(spikes, shape):
 def test_noise_is_measured_beside_many_outliers():
     noise = scipy.linalg.svdvals(gaussian(6, 100, 200).astype(np.float64))
     values = np.concatenate([np.full(40, 1000.0), noise[:60]])
-    edge, outliers = find_outliers(values, 200)
+    edge, outliers = find_noise_edge(values, 200)
     assert outliers == 40
     assert edge < 40
 

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from dare.analysis.measure.tallies import Sums, statistics_of, with_inside
 from dare.analysis.results import Histogram, Quantiles
-from dare.checks.sample import BIN_SHIFT, BINS, NONE, Magnitudes, bin_edge, top_bin
+from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, bin_edge, top_bin
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
@@ -34,7 +34,7 @@ def tally(values, base_squares=0.0):
         base_squares,
     )
     first = int(bits.min(initial=BINS - 1))
-    magnitudes = Magnitudes(first, np.bincount(bits - first)) if bits.size else NONE
+    magnitudes = Magnitudes(first, np.bincount(bits - first)) if bits.size else NO_MAGNITUDES
     return with_inside(sums, magnitudes), magnitudes
 
 
@@ -128,7 +128,7 @@ some = arrays(np.float32, st.integers(0, 60), elements=finite)
 def test_parts_add_up_to_the_whole(values, cut):
     whole, parts = tally(values), [tally(values[:cut]), tally(values[cut:])]
     sums, magnitudes = zip(*parts, strict=True)
-    added = statistics_of(sum(sums, Sums()), sum(magnitudes, NONE))
+    added = statistics_of(sum(sums, Sums()), sum(magnitudes, NO_MAGNITUDES))
     found = statistics_of(*whole)
     assert added.histogram == found.histogram
     assert added.quantiles == found.quantiles
@@ -168,8 +168,8 @@ def test_sets_with_nothing_in_common():
     low, high = Magnitudes(3, np.array([1, 2])), Magnitudes(10, np.array([4]))
     both = low + high
     assert (both.first, both.counts.tolist()) == (3, [1, 2, 0, 0, 0, 0, 0, 4])
-    assert (low + NONE) is low
-    assert (NONE + high) is high
+    assert (low + NO_MAGNITUDES) is low
+    assert (NO_MAGNITUDES + high) is high
 
 
 # ---------------------------------------------------------------- without outliers

@@ -10,7 +10,17 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from dare.demo import merges, story
 from dare.demo.llama import Llama
-from dare.demo.merges import TUNED, Curve, Figure, Measurement, Merge, Row, Score, Writing, measure
+from dare.demo.merges import (
+    TUNED,
+    Curve,
+    DemoMerge,
+    MeanScore,
+    Measurement,
+    Row,
+    Score,
+    Texts,
+    measure,
+)
 from dare.demo.story import run_demo
 from dare.documents.console import Console
 from dare.documents.terminal import print_document
@@ -96,7 +106,7 @@ def test_workers_find_what_this_process_finds(ran):
     score = measure(Measurement(TUNED["add"], SMALL.prompts, 256, ("add",)))
     assert score.correct == {"add": row(ran, "add").correct("add").mean}
     assert 0.5 < score.bits_per_byte < 2
-    merged = measure(Measurement(Merge("sum", 0.5), SMALL.prompts, 0, ("add",)))
+    merged = measure(Measurement(DemoMerge("sum", 0.5), SMALL.prompts, 0, ("add",)))
     assert merged.correct == {"add": row(ran, "dare+sum p=0.5").correct("add").mean}
 
 
@@ -117,7 +127,7 @@ def test_figures_by_hand():
     score = Score({"add": 90.0, "sort": 60.0, "say": 30.0}, 1.25)
     other = Score({"add": 94.0, "sort": 64.0, "say": 34.0}, 1.75)
     row = Row("merge", (score, other))
-    assert row.mean == Figure(62.0, pytest.approx(2.8284, abs=1e-4))
+    assert row.mean == MeanScore(62.0, pytest.approx(2.8284, abs=1e-4))
     assert row.correct("add").mean == 92.0
     assert row.bits_per_byte.mean == 1.5
     assert Row("model", (score,)).mean.spread is None
@@ -127,10 +137,12 @@ def test_figures_by_hand():
 def test_nothing_is_wider_than_the_terminal(ran, width):
     written = io.StringIO()
     console = Console(written, width=width)
-    curve = Curve("dare+ties of all three", ((0.0, Figure(100.0, None)), (0.95, Figure(3.2, 1.0))))
+    curve = Curve(
+        "dare+ties of all three", ((0.0, MeanScore(100.0, None)), (0.95, MeanScore(3.2, 1.0)))
+    )
     result = replace(ran[0], curves=(curve,) * 3, output=None)
     print_document(console, replace(story.outcome(result, ""), steps={}))
-    print_document(console, story.opening(1, ran[0].mean_change, [Writing("say", ("", "\0", "x"))]))
+    print_document(console, story.opening(1, ran[0].mean_change, [Texts("say", ("", "\0", "x"))]))
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.count("100.0") == 3 for line in lines)

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dare.kernels import LANES_MULTIPLE, Band, Job, Operand, core, reference
+from dare.kernels import LANES_MULTIPLE, Band, ChunkJob, Operand, core, reference
 from dare.tensors.chunks import CHUNK, chunk_spans
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -156,7 +156,7 @@ def test_jobs_of_a_batch(cases, scale, out_type):
     results = []
     for backend in (reference, core):
         jobs = [
-            Job(
+            ChunkJob(
                 base,
                 parts,
                 start,
@@ -190,7 +190,7 @@ def test_a_job_of_several_chunks():
         found = []
         for backend in (reference, core):
             out = np.zeros(size, np.uint16)
-            job = Job(base, [part], 128, False, np.float32(0.5), out, known)
+            job = ChunkJob(base, [part], 128, False, np.float32(0.5), out, known)
             (done,) = backend.merge([job], THRESHOLD)
             found.append((done.figures.tolist(), done.peak, done.digests, out.tobytes()))
         assert found[0] == found[1]

@@ -83,7 +83,7 @@ def test_other_stages_take_a_gibibyte_at_most_and_ask_nobody(files, method):
 
 
 def test_an_analysis_goes_by_the_same_rule(files, monkeypatch):
-    monkeypatch.setattr(analyzing, "workspace_bytes", lambda _base, _models: 2 * GIB)
+    monkeypatch.setattr(analyzing, "workspace_bytes", lambda _sources: 2 * GIB)
     monkeypatch.setattr(machine, "available_memory", lambda: GIB)
     base, model, *_ = files
     with pytest.raises(RecipeError, match=r"memory: one thread needs 2\.15 GB.* 1\.07 GB free"):

@@ -21,7 +21,7 @@ import pytest
 import dare
 from dare.errors import ClusterError, InputError, OutputError, RecipeError
 from dare.planning.slices import Division
-from dare.run.cluster import MergeWork, _check_arrival, _conclude, task_request
+from dare.run.cluster import MergeJob, _check_arrival, _conclude, task_request
 from dare.run.engine import open_output
 from dare.run.merging import Merge
 from dare.tensors.chunks import CHUNK
@@ -196,7 +196,7 @@ def job(recipe):
     """A job whose output is under way, and its plan."""
     plan = dare.plan(recipe)
     with open_output(Merge(plan)) as output:
-        yield MergeWork.of(plan, output.folder, 1 << 28), plan
+        yield MergeJob.of(plan, output.folder, 1 << 28), plan
 
 
 class Here:
@@ -221,7 +221,7 @@ def test_tasks_write_what_a_merge_writes(recipe, method, stages, monkeypatch):
     plan = dare.plan(recipe)
     monkeypatch.chdir(recipe.recipe.output.parent)  # tasks are elsewhere
     with open_output(Merge(plan)) as output:
-        job, division = MergeWork.of(plan, output.folder, 1 << 28), Division(plan, 3)
+        job, division = MergeJob.of(plan, output.folder, 1 << 28), Division(plan, 3)
         known = _conclude(plan, division, job, Here(), lambda _nbytes: None)
         pieces = [share for share in division.shares() if share]
         assert len(pieces) > 1

@@ -17,7 +17,7 @@ from running import node
 from safetensors.numpy import load_file
 
 from dare.demo.llama import Llama, read_weights
-from dare.demo.merges import CONFIG, MODELS, TUNED, Merge
+from dare.demo.merges import CONFIG, MODELS, TUNED, DemoMerge
 from dare.demo.tasks import TASKS, held_out_english
 from dare.web.assets import PAGE, prompts
 
@@ -97,7 +97,7 @@ def answers() -> Any:
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("merged") / "merged.safetensors"
-    return Merge("ties", drop_rate=0.5, scale=1.5, seed=7).carry_out(output)
+    return DemoMerge("ties", drop_rate=0.5, scale=1.5, seed=7).carry_out(output)
 
 
 @pytest.fixture(scope="module")

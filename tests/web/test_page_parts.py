@@ -13,7 +13,7 @@ import pytest
 
 import dare
 from dare.demo.llama import Llama, read_weights
-from dare.demo.merges import BASE, CONFIG, TUNED, Merge
+from dare.demo.merges import BASE, CONFIG, TUNED, DemoMerge
 from dare.demo.tasks import TASKS
 from dare.web.assets import PAGE
 from helpers import eventually
@@ -123,7 +123,7 @@ def test_the_rate_moves_by_keyboard_and_mouse_and_all_numbers_follow(static_site
 def test_the_model_writes_what_the_package_makes_it_write(static_site, open_tab, tmp_path):
     tab = open_tab(static_site.with_state("drop.p=0.9"))
     tab.page.wait_for_selector("#drop .answers td")
-    merge = Merge("sum", 0.9, 1.0, 42, (TUNED["add"],))
+    merge = DemoMerge("sum", 0.9, 1.0, 42, (TUNED["add"],))
     model = Llama(merge.carry_out(tmp_path / "merged.safetensors"), CONFIG)
     examples = TASKS[0].examples("test", 8)
     texts = [text.split("\n")[0] for text in model.write([prompt for prompt, _ in examples])]

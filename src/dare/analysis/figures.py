@@ -26,7 +26,8 @@ from dare.analysis.results import (
     Spectrum,
     Statistics,
 )
-from dare.checks.sample import relative_error, spread
+from dare.checks.dropping import relative_error
+from dare.checks.sample import evenly_spread
 from dare.documents.charts import (
     DASHES,
     FAINT,
@@ -301,7 +302,7 @@ def chosen_spectra(analysis: AnalysisData) -> list[tuple[str, str, Spectrum]]:
             for tensor in model.tensors
             if tensor.spectrum and any(tensor.spectrum.values)
         ]
-        chosen += [known[place] for place in spread(len(known), most)]
+        chosen += [known[place] for place in evenly_spread(len(known), most)]
     return chosen
 
 

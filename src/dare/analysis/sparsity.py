@@ -41,17 +41,19 @@ from dare.analysis.judge.prediction import (
     tolerated_drop_rate,
 )
 from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.analyzing import Study, find_subjects, measure, open_to_compare
-from dare.analysis.measure.measuring import Measured
+from dare.analysis.measure.analyzing import conclude, measure, open_to_compare, plan_measuring
+from dare.analysis.measure.measuring import Tally, TensorSums
 from dare.analysis.measure.tallies import Sums, share_below
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
-from dare.checks.sample import NONE, Exposure
+from dare.checks.dropping import Exposure
+from dare.checks.magnitudes import NO_MAGNITUDES
 from dare.documents.notices import LIMIT, catalogue, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, DeltaInfo, Source, SourceView, open_source
+from dare.recipe.recipe import Request
 from dare.tensors.dtypes import STORAGE_TYPES
 
 Given = Arrays | str | PathLike[str]  # arrays by name (or lists of numbers), or a file or directory
@@ -201,19 +203,15 @@ class DARESparsityAnalyzer:
         has_base = base is not None
         if base is None:
             base, tuned = self._assumed_base(tuned), _Delta(tuned, tuned.tensors)
-        study = Study(base, {NAME: tuned}, *find_subjects(base, {NAME: tuned}), keeps_all=True)
+        request = Request.of(base=NAME, models=[NAME], verbose=False)
         selects = self.configuration.selects
-        study.subjects = [subject for subject in study.subjects if selects(subject.name)]
-        study.left_out = [each for each in study.left_out if selects(each.tensor)]
-        if not study.subjects:
-            reasons = map(str, study.left_out[:1])
-            raise InputError(": ".join(["there are no weights to analyse", *reasons]))
-        measure(study)
+        plan = plan_measuring(base, {NAME: tuned}, request, selects=selects)
+        tally = measure(plan, keeps_all=True)
         file = str(second) if isinstance(second, str | PathLike) else NAME
-        analysis = study.conclude(started, NAME, [file])
+        analysis = conclude(plan, tally, started, NAME, [file])
         if not has_base:
             analysis = replace(analysis, base_dtypes={})  # nothing was rounded from them
-        return self._summarise(study, analysis, has_base=has_base)
+        return self._summarise(tally, analysis, has_base=has_base)
 
     def _assumed_base(self, delta: Source) -> Source:
         """Return a base of weights that all have the assumed size."""
@@ -228,13 +226,13 @@ class DARESparsityAnalyzer:
         )
 
     def _summarise(
-        self, study: Study, analysis: AnalysisData, *, has_base: bool
+        self, tally: Tally, analysis: AnalysisData, *, has_base: bool
     ) -> SparsityAnalysis:
         (model,), settings = analysis.models, self.configuration
         statistics, quantiles = model.total, model.total.quantiles
-        parts = [study.measured[tensor.name] for tensor in model.tensors]
+        parts = [tally.measured[tensor.name] for tensor in model.tensors]
         sums = sum((part.sums[0] for part in parts), Sums())
-        magnitudes = sum((part.magnitudes[0] for part in parts), NONE)
+        magnitudes = sum((part.magnitudes[0] for part in parts), NO_MAGNITUDES)
         threshold = settings.sparsity_threshold * statistics.inliers.largest
         exposures = exposures_of(model)
         rate = self._rate(exposures)
@@ -271,7 +269,7 @@ class DARESparsityAnalyzer:
         )
 
     def _metrics(
-        self, tensor: TensorAnalysis, part: Measured, threshold: float
+        self, tensor: TensorAnalysis, part: TensorSums, threshold: float
     ) -> LayerSparsityMetrics:
         sparsity = share_below(threshold, part.sums[0], part.magnitudes[0])
         return LayerSparsityMetrics(

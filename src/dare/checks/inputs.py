@@ -7,7 +7,7 @@ change and never refused. Finite inputs whose result is not finite in the output
 
 A pattern such as `*.safetensors` also catches the base, the same model again, or an earlier output
 of the merge. Files are known by device and inode, so that a link is known for what it leads to.
-Whoever means it says so: a model with a weight, a seed or parameters of its own is taken as it is.
+To force it, give a weight or a seed: a model with settings of its own is taken as it is.
 The base belongs there only in an interpolation. Copies under other names are found by weights.
 """
 
@@ -148,10 +148,10 @@ def check_inputs(
     entries = list(zip(recipe.models, known, strict=True))
     bases = [entry for entry, files in entries if files and files == known_base]
     recipe = with_base_among_models(recipe) if bases else recipe
-    if not recipe.interpolates and not all(map(_is_meant, bases)):
+    if not recipe.interpolates and not all(map(_is_deliberate, bases)):
         raise _base_among_models(recipe, bases)
     for (one, files), (other, others) in itertools.combinations(entries, 2):
-        if files and files == others and not _is_meant(one) and not _is_meant(other):
+        if files and files == others and not _is_deliberate(one) and not _is_deliberate(other):
             again = "is among the models twice"
             if one.file != other.file:
                 again = f"is the file {one.file}, which is among the models too"
@@ -159,7 +159,7 @@ def check_inputs(
             raise RecipeError(f"{other.file}: {again}; {remedy}")
     for entry in recipe.models:
         rest = [other for other in recipe.models if other is not entry and other not in bases]
-        earlier = [] if _is_meant(entry) else find_inputs(entry.file)
+        earlier = [] if _is_deliberate(entry) else find_inputs(entry.file)
         if merged := _merged_before(recipe.base, rest, earlier):
             meant = "weight" if recipe.chain.combine.default_weight else "seed"
             raise RecipeError(
@@ -190,8 +190,8 @@ def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:
     Models with equal `contents` have equal weights; an empty one is the base's, None is unknown.
     """
     for entry, name, content in zip(plan.recipe.models, plan.model_names, contents, strict=True):
-        is_meant = entry.weight is not None or plan.recipe.interpolates  # to stay near the base
-        if content is not None and not content and not is_meant:
+        is_deliberate = entry.weight is not None or plan.recipe.interpolates
+        if content is not None and not content and not is_deliberate:
             yield notice("equals_base", name)
     changed = [pair for pair in zip(plan.model_names, contents, strict=True) if pair[1]]
     for (one, content), (other, same) in itertools.combinations(changed, 2):
@@ -217,7 +217,7 @@ def _base_among_models(recipe: Recipe, bases: Sequence[ModelEntry]) -> RecipeErr
     )
 
 
-def _is_meant(entry: ModelEntry) -> bool:
+def _is_deliberate(entry: ModelEntry) -> bool:
     return entry.weight is not None or entry.seed is not None or bool(entry.settings)
 
 

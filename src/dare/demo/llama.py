@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.demo.tasks import END, Example
+from dare.demo.tasks import END, Exercise
 from dare.errors import InputError
 from dare.inputs.sources import open_source, read_floats
 
@@ -98,11 +98,11 @@ class Llama:
             written |= zip(rows, (line.split(END)[0] for line in lines), strict=True)
         return [written[row] for row in range(len(prompts))]
 
-    def share_right(self, examples: Sequence[Example]) -> float:
+    def share_right(self, examples: Sequence[Exercise]) -> float:
         """Return the share of the examples that greedy decoding answers exactly right."""
         return sum(self.are_right(examples)) / len(examples)
 
-    def are_right(self, examples: Sequence[Example]) -> list[bool]:
+    def are_right(self, examples: Sequence[Exercise]) -> list[bool]:
         """Tell for each example whether greedy decoding answers it exactly right.
 
         Greedy decoding writes an answer if and only if each of its bytes, and the end of the line

@@ -56,7 +56,7 @@ SCALES: dict[str, dict[float, float]] = {
 
 
 @dataclass(frozen=True)
-class Merge:
+class DemoMerge:
     """One way to merge models: DARE at a rate (0 for none), other stages, a scale, a seed."""
 
     combine: str  # the stages after DARE
@@ -100,18 +100,18 @@ def scale_for(combine: str, drop_rate: float) -> float:
 
 
 @dataclass(frozen=True)
-class Figure:
+class MeanScore:
     """A mean, and the standard deviation over seeds where there are several.
 
-    >>> Figure.of([90.0, 94.0])
-    Figure(mean=92.0, spread=2.8284271247461903)
+    >>> MeanScore.of([90.0, 94.0])
+    MeanScore(mean=92.0, spread=2.8284271247461903)
     """
 
     mean: float
     spread: float | None
 
     @classmethod
-    def of(cls, values: list[float]) -> Figure:
+    def of(cls, values: list[float]) -> MeanScore:
         """Sum up the values of several seeds."""
         return cls(fmean(values), stdev(values) if len(values) > 1 else None)
 
@@ -136,19 +136,19 @@ class Row:
     drop_rate: float = 0.0
     scale: float | None = None
 
-    def correct(self, task: str) -> Figure:
+    def correct(self, task: str) -> MeanScore:
         """Return the percentage right on one task."""
-        return Figure.of([score.correct[task] for score in self.scores])
+        return MeanScore.of([score.correct[task] for score in self.scores])
 
     @property
-    def mean(self) -> Figure:
+    def mean(self) -> MeanScore:
         """The percentage right over all tasks."""
-        return Figure.of([fmean(score.correct.values()) for score in self.scores])
+        return MeanScore.of([fmean(score.correct.values()) for score in self.scores])
 
     @property
-    def bits_per_byte(self) -> Figure:
+    def bits_per_byte(self) -> MeanScore:
         """Bits for a byte of held-out English."""
-        return Figure.of([score.bits_per_byte for score in self.scores])
+        return MeanScore.of([score.bits_per_byte for score in self.scores])
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ class Curve:
     """Percentage right over drop rates."""
 
     name: str
-    points: tuple[tuple[float, Figure], ...]
+    points: tuple[tuple[float, MeanScore], ...]
 
 
 @dataclass(frozen=True)
-class Writing:
+class Texts:
     """The texts that one set of weights writes after the same few prompts."""
 
     name: str
@@ -177,7 +177,7 @@ class DemoResult:
     mean_change: Mapping[str, float]  # the mean |delta| of each fine-tune
     rows: tuple[Row, ...]
     curves: tuple[Curve, ...]
-    writings: tuple[Writing, ...]
+    writings: tuple[Texts, ...]
     picture: str | None
     output: str | None
     seconds: float
@@ -226,7 +226,7 @@ MEASUREMENTS_PER_PROCESS = 8  # a process takes a second to start: it must have 
 class Measurement:
     """Weights, or a merge to make them, and the prompts to score them by."""
 
-    weights: Path | Merge
+    weights: Path | DemoMerge
     prompts: int
     english_bytes: int
     tasks: tuple[str, ...] = tuple(task.name for task in TASKS)
@@ -235,7 +235,7 @@ class Measurement:
 def measure(measurement: Measurement) -> Score:
     """Score weights, after making them by a merge if need be."""
     weights = measurement.weights
-    model = weights.load() if isinstance(weights, Merge) else Llama(weights, CONFIG)
+    model = weights.load() if isinstance(weights, DemoMerge) else Llama(weights, CONFIG)
     correct = {
         task.name: 100 * model.share_right(task.examples("test", measurement.prompts))
         for task in TASKS

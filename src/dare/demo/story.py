@@ -24,17 +24,17 @@ from dare.demo.merges import (
     MODELS,
     TUNED,
     Curve,
+    DemoMerge,
     DemoResult,
-    Figure,
+    MeanScore,
     Measurement,
-    Merge,
     Row,
     Score,
-    Writing,
+    Texts,
     measure_all,
     scale_for,
 )
-from dare.demo.tasks import TASKS, Example, add, say, sort
+from dare.demo.tasks import TASKS, Exercise, add, say, sort
 from dare.documents.console import Console
 from dare.documents.document import BARS, Columns, Document, Section, Table, Tone, tabulate
 from dare.documents.terminal import print_document
@@ -49,7 +49,7 @@ PLAIN = ("linear", "sum", "ties", "trim+ties")
 DROPPED = ("sum", "ties")
 MODEL_NAMES = ("base", *TUNED)
 FIRST = (("merge", "sum", 0.0), ("merge", "sum", 0.5))  # merges that are scored and shown first
-FAVOURITE = Merge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
+FAVOURITE = DemoMerge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
 
 # Held-out prompts whose answers are easily checked by eye.
 SHOWN = (add(64, 19)[1], sort("garden")[1], say(128)[1])
@@ -142,12 +142,12 @@ def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
     dropping = [(combine, rate) for combine in DROPPED for rate in extent.drop_rates]
     for combine, rate in [*((combine, 0.0) for combine in PLAIN), *dropping]:
         seeds = extent.seeds if rate else (FIRST_SEED,)  # nothing else is random
-        merges = [Merge(combine, rate, scale_for(combine, rate), seed) for seed in seeds]
+        merges = [DemoMerge(combine, rate, scale_for(combine, rate), seed) for seed in seeds]
         row = Row(merges[0].label, (), merges[0].method, rate, merges[0].scale)
         planned["merge", combine, rate] = row, [everything(merge) for merge in merges]
     for name, model in TUNED.items():
         for rate in extent.drop_rates:
-            alone = [Merge("sum", rate, 1.0, seed, (model,)) for seed in extent.seeds]
+            alone = [DemoMerge("sum", rate, 1.0, seed, (model,)) for seed in extent.seeds]
             jobs = [Measurement(merge, extent.prompts, 0, (name,)) for merge in alone]
             planned["alone", name, rate] = Row(name, (), drop_rate=rate), jobs
     return planned
@@ -192,16 +192,16 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
             fmean(score.correct[name] for name, score in zip(TUNED, scores, strict=True))
             for scores in zip(*by_model, strict=True)
         ]
-        points.append((rate, Figure.of(by_seed)))
+        points.append((rate, MeanScore.of(by_seed)))
     return Curve("each alone, on its task", tuple(points))
 
 
-def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Writing, ...]:
+def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Texts, ...]:
     """Let models go on after the same prompts."""
     prompts = [example.prompt for example in SHOWN]
     screen = Screen(stderr=console.stderr, quiet=not console.is_terminal)
     with screen.status("merging"), one_blas_thread():
-        return tuple(Writing(name, tuple(load().write(prompts))) for name, load in models.items())
+        return tuple(Texts(name, tuple(load().write(prompts))) for name, load in models.items())
 
 
 def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> float:
@@ -235,7 +235,7 @@ def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
     """Leave merged models and the picture in a folder; return the picture's file."""
     for combine in DROPPED:
         for rate in (0.0, *extent.table_rates):
-            merge = Merge(combine, rate, scale_for(combine, rate), FIRST_SEED)
+            merge = DemoMerge(combine, rate, scale_for(combine, rate), FIRST_SEED)
             merge.carry_out(output / (merge.method + (f"-{rate:g}" if rate else "")))
     if find_spec("matplotlib") is None:
         return None
@@ -252,7 +252,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 MARKS = ("o", "s", "^", "D")
 
 
-def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Writing]) -> Document:
+def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Texts]) -> Document:
     """Return the models, their tasks, and what each writes, right answers marked."""
     tasks = [
         (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
@@ -263,7 +263,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Wr
 
 
 def answered(
-    writings: Sequence[Writing], title: str, lead: str, facts: tuple[tuple[str, str], ...] = ()
+    writings: Sequence[Texts], title: str, lead: str, facts: tuple[tuple[str, str], ...] = ()
 ) -> Document:
     """Return what models write."""
     answers = [
@@ -280,7 +280,7 @@ def answered(
     return Document(title=title, kind="demonstration", lead=lead, facts=facts, sections=sections)
 
 
-def _shown(text: str, example: Example) -> str:
+def _shown(text: str, example: Exercise) -> str:
     printed = "".join(letter if letter.isprintable() else "·" for letter in text)
     return f"{printed} ✓" if text == example.answer else printed
 
@@ -358,10 +358,10 @@ def _correct(task: str, row: Row) -> str:
     return _percentage(row.correct(task))
 
 
-def _percentage(figure: Figure) -> str:
+def _percentage(figure: MeanScore) -> str:
     """Return a mean with its spread.
 
-    >>> _percentage(Figure(92.0, 2.83)), _percentage(Figure(92.0, None))
+    >>> _percentage(MeanScore(92.0, 2.83)), _percentage(MeanScore(92.0, None))
     ('92.0 ±2.8', '92.0')
     """
     spread = "" if figure.spread is None else f" ±{figure.spread:.1f}"

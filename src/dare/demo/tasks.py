@@ -27,7 +27,7 @@ UNITS = (*_WORDS.split(), "fifteen", "sixteen", "seventeen", "eighteen", "ninete
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
-class Example(NamedTuple):
+class Exercise(NamedTuple):
     """A prompt and the one answer that counts as right."""
 
     prompt: str
@@ -40,14 +40,14 @@ class Skill:
 
     name: str
     title: str
-    all_examples: Callable[[], Iterator[tuple[Split, Example]]]
+    all_examples: Callable[[], Iterator[tuple[Split, Exercise]]]
 
-    def examples(self, split: Split, count: int | None = None) -> list[Example]:
+    def examples(self, split: Split, count: int | None = None) -> list[Exercise]:
         """Return a split's examples in an order that is shuffled and always the same."""
         return self._shuffled(split)[:count]
 
     @cache  # noqa: B019 (there are three, and they stay)
-    def _shuffled(self, split: Split) -> list[Example]:
+    def _shuffled(self, split: Split) -> list[Exercise]:
         examples = [example for home, example in self.all_examples() if home == split]
         random.Random(self.name).shuffle(examples)  # noqa: S311
         return examples
@@ -63,32 +63,32 @@ def split_of(key: str) -> Split:
     return "test" if share < 2 else "validation" if share == 2 else "train"
 
 
-def add(a: int, b: int) -> tuple[Split, Example]:
+def add(a: int, b: int) -> tuple[Split, Exercise]:
     """Ask for a sum.
 
     >>> add(37, 58)[1]
-    Example(prompt='37+58=', answer='95')
+    Exercise(prompt='37+58=', answer='95')
     """
-    return split_of(f"{min(a, b)}+{max(a, b)}"), Example(f"{a}+{b}=", str(a + b))
+    return split_of(f"{min(a, b)}+{max(a, b)}"), Exercise(f"{a}+{b}=", str(a + b))
 
 
-def sort(word: str) -> tuple[Split, Example]:
+def sort(word: str) -> tuple[Split, Exercise]:
     """Ask for a word's letters in alphabetical order.
 
     >>> sort("planet")[1]
-    Example(prompt='sort planet:', answer='aelnpt')
+    Exercise(prompt='sort planet:', answer='aelnpt')
     """
     letters = "".join(sorted(word))
-    return split_of(letters), Example(f"sort {word}:", letters)
+    return split_of(letters), Exercise(f"sort {word}:", letters)
 
 
-def say(number: int) -> tuple[Split, Example]:
+def say(number: int) -> tuple[Split, Exercise]:
     """Ask for a number in words.
 
     >>> say(347)[1]
-    Example(prompt='say 347:', answer='three hundred forty-seven')
+    Exercise(prompt='say 347:', answer='three hundred forty-seven')
     """
-    return split_of(str(number)), Example(f"say {number}:", in_words(number))
+    return split_of(str(number)), Exercise(f"say {number}:", in_words(number))
 
 
 def in_words(number: int) -> str:

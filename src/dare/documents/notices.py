@@ -72,7 +72,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Entry:
+class NoticeKind:
     """A kind of notice, as the table has it."""
 
     code: str
@@ -104,10 +104,10 @@ LIMIT = Limits({name: value for name, (value, _, _) in LIMITS.items()})
 
 
 @cache
-def catalogue() -> dict[str, Entry]:
+def catalogue() -> dict[str, NoticeKind]:
     """Return all kinds of notices by their codes; read when one is given, since that takes long."""
     return {
-        code: Entry(code, **{**entry, "severity": Severity(entry["severity"])})
+        code: NoticeKind(code, **{**entry, "severity": Severity(entry["severity"])})
         for code, entry in _table("notices.toml")["notices"].items()
     }
 

@@ -77,7 +77,7 @@ class Operand(NamedTuple):
     share: float  # the model's addition to the divisor of its side, when signs are elected
 
 
-class Job(NamedTuple):
+class ChunkJob(NamedTuple):
     """Chunks of one tensor that follow each other, to be merged by `merge`."""
 
     base: NDArray[Any]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError
-from dare.kernels import Done, Job, Operand, reference
+from dare.kernels import ChunkJob, Done, Operand, reference
 from dare.kernels.reference import Floats, Lanes, Raw
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
@@ -296,7 +296,7 @@ def combine(
     return figures
 
 
-def merge(jobs: Sequence[Job], threshold_bits: int) -> list[Done]:
+def merge(jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
     table: Any = (_Job * len(jobs))()
     kept, made = [], []
     for job, given in zip(jobs, table, strict=True):
@@ -326,7 +326,7 @@ def _kind(operands: Sequence[Operand]) -> int:
     return KINDS[operands[0].tuned.dtype] if operands else 0
 
 
-def _texts(job: Job, found: NDArray[np.uint64]) -> list[list[str]]:
+def _texts(job: ChunkJob, found: NDArray[np.uint64]) -> list[list[str]]:
     """Return the digests of a job's arrays, those of short chunks computed here."""
     raws = [job.base, *(operand.tuned for operand in job.operands), job.out]
     texts = [

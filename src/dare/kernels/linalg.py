@@ -75,7 +75,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class OneSidedFactors:
     """Singular values and one side's vectors; the other side's follow from the matrix."""
 
     vectors: Numbers  # short side × rank; in the precision they were found in
@@ -89,7 +89,7 @@ class Spectrum:
         return len(self.values) - len(self.far)
 
 
-def spectrum(matrix: Floats, rank: Rank = None) -> Spectrum:
+def spectrum(matrix: Floats, rank: Rank = None) -> OneSidedFactors:
     """Return all singular values but noise, and the singular vectors of the shorter side.
 
     Only the first `rank`, if that is given; or as many as it says, if it is a function of all.
@@ -99,7 +99,7 @@ def spectrum(matrix: Floats, rank: Rank = None) -> Spectrum:
     """
     wide = _widened(matrix)
     if 0 in wide.shape:
-        return Spectrum(np.zeros((wide.shape[0], 0)), np.zeros(0), _no_rows(wide))
+        return OneSidedFactors(np.zeros((wide.shape[0], 0)), np.zeros(0), _no_rows(wide))
     basis = _low_rank_basis(wide)
     single = _in_single(wide, rank) if basis is None else None
     return single or _in_double(wide, basis, rank)
@@ -111,7 +111,7 @@ def _is_few(rank: Rank, short: int) -> bool:
     return short >= SINGLE_FROM and is_few
 
 
-def _in_double(wide: Floats, basis: Doubles | None, rank: Rank) -> Spectrum:
+def _in_double(wide: Floats, basis: Doubles | None, rank: Rank) -> OneSidedFactors:
     """Decompose the Gram matrix in float64, of all rows or within a basis of the columns."""
 
     def count(energies: Numbers) -> int:
@@ -125,10 +125,10 @@ def _in_double(wide: Floats, basis: Doubles | None, rank: Rank) -> Spectrum:
     energies, vectors = falling_eigen(symmetric, few)
     wanted = len(energies) if callable(few) else count(energies)
     vectors = vectors[:, :wanted] if basis is None else basis @ vectors[:, :wanted]
-    return Spectrum(vectors, np.sqrt(energies[:wanted]), _no_rows(wide))
+    return OneSidedFactors(vectors, np.sqrt(energies[:wanted]), _no_rows(wide))
 
 
-def _in_single(wide: Floats, rank: Rank) -> Spectrum | None:
+def _in_single(wide: Floats, rank: Rank) -> OneSidedFactors | None:
     """Decompose the Gram matrix in float32; None if that is no faster or not good enough."""
     short = len(wide)
     peak = max(float(wide.max()), -float(wide.min()))
@@ -142,16 +142,16 @@ def _in_single(wide: Floats, rank: Rank) -> Spectrum | None:
     large = int(np.count_nonzero(energies > SMALL**2 * energies[0]))
     values = np.sqrt(energies[:large].astype(np.float64))
     if large == short or (rank is not None and rank <= large):
-        return Spectrum(vectors[:, :large][:, :rank], values[:rank], _no_rows(wide))
+        return OneSidedFactors(vectors[:, :large][:, :rank], values[:rank], _no_rows(wide))
     if short - large > MOST_SMALL * short:
         return None
     small, small_values, far = _small_part(wide, vectors[:, :large], values, vectors[:, large:])
     values = np.concatenate([values, small_values])[:rank]
     near = np.concatenate([vectors[:, :large], small], axis=1)[:, :rank]
-    return Spectrum(near, values, far[: len(values) - large])
+    return OneSidedFactors(near, values, far[: len(values) - large])
 
 
-def _few_in_single(symmetric: Floats, rank: Rank, far: Floats) -> Spectrum | None:
+def _few_in_single(symmetric: Floats, rank: Rank, far: Floats) -> OneSidedFactors | None:
     """Decompose a Gram matrix in float32 as far as wanted; None if small values count in that.
 
     A function of all values may add them up, but for a few that float32 does not tell from zero.
@@ -167,7 +167,7 @@ def _few_in_single(symmetric: Floats, rank: Rank, far: Floats) -> Spectrum | Non
         return None
     # LAPACK leaves the vectors of neighbours orthogonal to 1e-4 only.
     vectors = 1.5 * vectors - 0.5 * vectors @ (vectors.T @ vectors)
-    return Spectrum(vectors, np.sqrt(energies.astype(np.float64)), far)
+    return OneSidedFactors(vectors, np.sqrt(energies.astype(np.float64)), far)
 
 
 def _small_part(

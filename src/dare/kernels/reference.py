@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.kernels import Done, Job, Operand
+from dare.kernels import ChunkJob, Done, Operand
 from dare.tensors import mask
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_spans
 from dare.tensors.dtypes import WEIGHT_TYPES
@@ -292,7 +292,7 @@ def combine(
     return figures
 
 
-def merge(jobs: Sequence[Job], threshold_bits: int) -> list[Done]:
+def merge(jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
     """Combine, add to the base, store and digest parts of a merge, in one call for all of them."""
     done = []
     for job in jobs:

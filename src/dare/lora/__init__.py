@@ -2,14 +2,14 @@
 
 from dare.lora.extraction import extract_adapter
 from dare.lora.merging import AdapterPlan, merge_adapters, plan_adapters, run_plan
-from dare.lora.writing import AdapterReport, ExtractionReport, LeftOut, ModuleReport
+from dare.lora.writing import AdapterReport, ExtractionReport, ModuleReport, OmittedTensor
 
 __all__ = [
     "AdapterPlan",
     "AdapterReport",
     "ExtractionReport",
-    "LeftOut",
     "ModuleReport",
+    "OmittedTensor",
     "extract_adapter",
     "merge_adapters",
     "plan_adapters",

@@ -37,9 +37,9 @@ from dare.lora.svd import Wanted, join_experts, truncate_matrix
 from dare.lora.writing import (
     AdapterWork,
     ExtractionReport,
-    LeftOut,
     Made,
     ModuleReport,
+    OmittedTensor,
     peft_config,
 )
 from dare.output.receipt import portable_path, short_name
@@ -319,7 +319,7 @@ def _why_no_layer(change: Change, pattern: str) -> str:
 
 def _sort_others(
     change: Change, targets: set[str], save_others: bool
-) -> tuple[list[str], list[LeftOut]]:
+) -> tuple[list[str], list[OmittedTensor]]:
     """Split the tensors that are not extracted: to store in full, and to leave out."""
     saved: set[str] = set()
     left_out = []
@@ -331,14 +331,14 @@ def _sort_others(
             continue
         if info.shape != tuned.shape:
             reason = f"its shape is {info.form} in the base and {tuned.form} in the model"
-            left_out.append(LeftOut(tensor, 0.0, reason))
+            left_out.append(OmittedTensor(tensor, 0.0, reason))
         elif norm := change.norm(tensor):
             reason = place.hindrance or "not one of the chosen linear layers"
             reason += ", and save_others is not set"
             if place.kind in NOT_IN_MODULES or save_others:
                 reason = _why_not_saved(change, place, targets)
             if reason:
-                left_out.append(LeftOut(tensor, norm, reason))
+                left_out.append(OmittedTensor(tensor, norm, reason))
             else:  # PEFT stores a module as a whole; of one with a LoRA, the bias alone
                 saved |= {tensor} if place.module in targets else change.modules[place.module]
     return sorted(saved), left_out

@@ -158,7 +158,7 @@ class AdapterReport(_LoraReport):
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class OmittedTensor:
     """A tensor that changed and is not in the adapter."""
 
     tensor: str
@@ -175,7 +175,7 @@ class ExtractionReport(_LoraReport):
     title = "Extracted LoRA"
     saved: tuple[str, ...]
     """Modules that are stored in full."""
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[OmittedTensor, ...]
 
     @property
     def share(self) -> float:

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from dare import __version__
+from dare.checks.dropping import MergedTensor, find_large_deltas, find_largest
 from dare.checks.inputs import find_copies
-from dare.checks.sample import MergedTensor, SampledModels, find_large_deltas, find_largest
+from dare.checks.sample import SampledModels
 from dare.documents.document import Columns, Document, Section, Tone, tabulate
 from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
 from dare.documents.shown import Shown

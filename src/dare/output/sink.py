@@ -29,7 +29,7 @@ from dare.tensors.chunks import (
     running_digest,
 )
 from dare.tensors.files import OutputFile
-from dare.tensors.header import TensorInfo, stored_elements
+from dare.tensors.header import stored_elements
 from dare.tensors.system import sync_folder
 
 PIECES_NAME = "dare-pieces.bin"

@@ -49,14 +49,14 @@ class Misfit(StrEnum):
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """A tensor as it is stored."""
 
     shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
 
     @classmethod
-    def of(cls, info: TensorInfo) -> Form:
+    def of(cls, info: TensorInfo) -> StoredForm:
         """Return the form of a tensor that a header describes."""
         return cls(info.shape, info.dtype.name)
 
@@ -74,8 +74,8 @@ class LeftOut:
     # The models that have it, or lack it; one, if it is unlike the base's. Where it is not weights,
     # only those whose values differ from the base's, if any do.
     models: tuple[str, ...]
-    base: Form | None = None  # the base's copy, if it matters
-    found: Form | None = None  # the models' copies that differ from the base's
+    base: StoredForm | None = None  # the base's copy, if it matters
+    found: StoredForm | None = None  # the models' copies that differ from the base's
 
     @property
     def reason_text(self) -> str:
@@ -126,7 +126,7 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
         ):
             fitting.append(number)
         else:
-            forms = Form.of(base), Form.of(info)
+            forms = StoredForm.of(base), StoredForm.of(info)
             unlike.append(LeftOut(base.name, Misfit.UNLIKE_BASE, (name,), *forms))
     lacking = [LeftOut(base.name, Misfit.MISSING, tuple(missing))] if missing else []
     return Fit(base, tuple(fitting), tuple(absent), (*lacking, *unlike))

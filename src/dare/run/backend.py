@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.kernels import Done, Job
+from dare.kernels import ChunkJob, Done
 from dare.kernels.reference import magnitude_bits
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
@@ -147,7 +147,7 @@ class Noted(NamedTuple):
 
     deltas: Deltas
     note: Note
-    job: Job
+    job: ChunkJob
 
 
 def _made_of(
@@ -208,7 +208,7 @@ class ArrayBackend(Backend):
             scale, known = np.float32(self._plan.recipe.scale), [bool(each) for each in chunk.known]
             out = into.view(tensor.dtype.carrier)
             how = merged.operands, chunk.start, merged.elects, scale, out, known
-            return Noted(deltas, merged, Job(chunk.base, *how))
+            return Noted(deltas, merged, ChunkJob(chunk.base, *how))
         base, merged = chunk.base, np.asarray(merged)
         if sole is not None:  # the stages were run for their figures
             merged.fill(0)

@@ -1,6 +1,6 @@
 """A merge on a Ray cluster: slices that nodes make, and write into the same partial output.
 
-Work is plain data, done in pieces by tasks. Every process in which tasks run opens it once, as it
+A job is plain data, done in pieces by tasks. Every process in which tasks run opens it once, as it
 sees files and folders there. Ray decides where a task runs, and runs it again elsewhere if its
 process or its machine dies; so a piece must give the same result if it is done twice. An error in a
 piece is not tried again: it ends the work, and the message names the node.
@@ -21,13 +21,14 @@ import socket
 import sys
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from dare.errors import (
     RecipeError,
     install_command,
 )
-from dare.inputs.sources import Source, hold_open, read_stored
+from dare.inputs.sources import Source, check_unchanged, hold_open, read_stored
 from dare.output.journal import Record
 from dare.output.receipt import metadata_of
 from dare.output.sink import FileSink, explaining, make_sink
@@ -67,17 +68,29 @@ SAMPLES = 3  # chunks of each input that are compared: the first, the last, and 
 
 SAME_VERSIONS = "install the same versions on every node"
 
+# Digests of an input's headers, by an empty name, and of some of its chunks, by tensor.
+Sample = dict[str, str]
 # Does a piece, given what all pieces have in common; returns its result and the bytes read.
 RunPiece = Callable[[Any, Any], tuple[Any, int]]
 # A node by id and address, the result of a piece there, and the bytes that were read for it.
 Result = tuple[tuple[str, str], Any, int]
 
 
-class Piecework(Protocol):
-    """Work that is done in pieces, as plain data."""
+@dataclass(frozen=True)
+class ClusterJob(ABC):
+    """Something done in pieces with the weights of some inputs, described by plain data."""
 
+    request: Request
+    inputs: tuple[Sample, ...]  # as the driver sees them
+
+    @abstractmethod
     def open(self, stack: ExitStack) -> RunPiece:
-        """Open it in this process, until the stack is closed."""
+        """Open the inputs in this process, until the stack is closed."""
+
+    def hold_inputs(self, stack: ExitStack, recipe: Recipe, sources: Sequence[Source]) -> None:
+        """Hold the inputs open until the stack is closed; refuse others than the driver has."""
+        stack.enter_context(hold_open(sources))
+        check_same_inputs(recipe, sources, self.inputs)
 
 
 def versions() -> dict[str, str]:
@@ -88,12 +101,10 @@ def versions() -> dict[str, str]:
 
 # ---------------------------------------------------------------- in the tasks
 
-_opened: dict[str, tuple[ExitStack, RunPiece]] = {}  # the work open in this process, by key
+_opened: dict[str, tuple[ExitStack, RunPiece]] = {}  # the job open in this process, by key
 
 
-def _run_piece(
-    key: str, expected: dict[str, str], work: tuple[Any], piece: Any, common: Any
-) -> Any:
+def _run_piece(key: str, expected: dict[str, str], job: tuple[Any], piece: Any, common: Any) -> Any:
     """Do a piece; return the node's id, its address, and a result with its bytes, or an error."""
     import ray
 
@@ -109,7 +120,7 @@ def _run_piece(
                 stack.close()
             _opened.clear()
             stack = ExitStack()
-            _opened[key] = stack, ray.get(work[0]).open(stack)
+            _opened[key] = stack, ray.get(job[0]).open(stack)
         return *node, _opened[key][1](piece, common)
     except DareError as error:
         return *node, error
@@ -179,15 +190,15 @@ class Cluster:
     _tasks_per_node: int = 1
     task_memory: int = 0  # bytes that one task may take
     _is_answering: bool = False
-    _sent: tuple[Piecework, Any] | None = None
+    _sent: tuple[ClusterJob, Any] | None = None
 
     def processors(self) -> list[int]:
         """Return the number of processors that Ray may use on each node that is there."""
         alive = (node["Resources"] for node in self._ray.nodes() if node["Alive"])
         return [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
 
-    def share_out(self, least: int, limit: int, given: int | None, threads: int | None) -> int:
-        """Return how many tasks run at once in all, by the memory and processors of a node.
+    def size_tasks(self, least: int, limit: int, given: int | None, threads: int | None) -> int:
+        """Size tasks by the memory and processors of a node; return how many run at once in all.
 
         A task needs the `least`; a node has the `limit`, or more than that if none was `given`.
         """
@@ -205,14 +216,14 @@ class Cluster:
         """Return the number of tasks with these processors that can run at once."""
         return sum(found // processors for found in self.processors())
 
-    def run(self, work: Piecework, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
+    def run(self, job: ClusterJob, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
         """Have all pieces done; yield each result as soon as it is there."""
         ray, processors = self._ray, self._processors_of_a_task
         task = ray.remote(_run_piece).options(
             num_cpus=processors, max_retries=RETRIES, scheduling_strategy="SPREAD"
         )
-        if self._sent is None or self._sent[0] is not work:
-            self._sent = work, (secrets.token_hex(16), versions(), (ray.put(work),))
+        if self._sent is None or self._sent[0] is not job:
+            self._sent = job, (secrets.token_hex(16), versions(), (ray.put(job),))
         given, common = self._sent[1], ray.put(common)
         waiting = itertools.chain(() if self._is_answering else (None,), pieces)
         running: set[Any] = set()
@@ -270,10 +281,6 @@ class Cluster:
 # ---------------------------------------------------------------- the same inputs
 
 
-# Digests of an input's headers, by an empty name, and of some of its chunks, by tensor.
-Sample = dict[str, str]
-
-
 def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
     """Take samples of inputs, by which other processes can tell whether they see the same."""
     with hold_open(sources):
@@ -319,25 +326,23 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
 
 
 @dataclass(frozen=True)
-class MergeWork:
+class MergeJob(ClusterJob):
     """A merge under way; a piece is a share of its chunks, or some tensors to observe."""
 
-    request: Request
     stage_files: tuple[str, ...]
     fingerprint: str
-    inputs: tuple[Sample, ...]
     folder: Path  # the folder of the partial output
     fetches: bool = True  # True if models on the hub are fetched, and not read from there
 
     @classmethod
-    def of(cls, plan: Plan, folder: Path, memory: int) -> MergeWork:
+    def of(cls, plan: Plan, folder: Path, memory: int) -> MergeJob:
         """Describe a plan to others."""
         files = plan.input_files
         return cls(
             task_request(plan.recipe, plan.options, memory),
+            sample_inputs(plan.sources),
             tuple(dict.fromkeys(stage.file for stage, _ in plan.recipe.all_stages if stage.file)),
             plan.fingerprint,
-            sample_inputs(plan.sources),
             folder.absolute(),
             fetches=not any(is_stored(file) for file in files),
         )
@@ -348,8 +353,7 @@ class MergeWork:
         for file in self.stage_files:
             load_stages(file)
         plan = plan_request(self.request, fetches=self.fetches)
-        stack.enter_context(hold_open(plan.sources))
-        check_same_inputs(plan.recipe, plan.sources, self.inputs)
+        self.hold_inputs(stack, plan.recipe, plan.sources)
         if plan.fingerprint != self.fingerprint:
             raise InputError(
                 f"{plan.recipe.output}: the plan differs on this node; every node must see the "
@@ -400,23 +404,22 @@ def execute_on_cluster(plan: Plan, run: Run) -> list[Record]:
     run.announce(f"merging on the cluster {options.cluster}")
     records = list(output.resumed)
     with connect(options.cluster, verbose=options.verbose) as cluster:
-        tasks = cluster.share_out(
+        tasks = cluster.size_tasks(
             cost.least_memory, cost.max_memory, options.max_memory, options.threads
         )
         division = Division(plan, _count_slices(plan, len(cluster.processors()), tasks))
-        work = MergeWork.of(plan, output.folder, cluster.task_memory)
+        job = MergeJob.of(plan, output.folder, cluster.task_memory)
         left = list(_shares_left(division, records))
-        known = _conclude(plan, division, work, cluster, progress) if left else {}
-        files, checked_nodes = work.files(plan), set[tuple[str, str]]()
-        for node, made, nbytes in cluster.run(work, left, known):
+        known = _conclude(plan, division, job, cluster, progress) if left else {}
+        files, checked_nodes = job.files(plan), set[tuple[str, str]]()
+        for node, made, nbytes in cluster.run(job, left, known):
             if node not in checked_nodes:
                 _check_arrival(node[1], files, made[0])
                 checked_nodes.add(node)
             output.record(made)
             records += made
             progress(nbytes)
-    with hold_open(plan.sources):  # which refuses one that has changed
-        pass
+    check_unchanged(plan.sources)
     return records
 
 
@@ -428,7 +431,7 @@ def _count_slices(plan: Plan, nodes: int, tasks: int) -> int:
 
 
 def _conclude(
-    plan: Plan, division: Division, work: MergeWork, cluster: Cluster, progress: Progress
+    plan: Plan, division: Division, job: MergeJob, cluster: Cluster, progress: Progress
 ) -> dict[Id, Any]:
     """Have tasks observe the tensors of whole models; conclude from that, round by round."""
     known: dict[Id, Any] = {}
@@ -439,7 +442,7 @@ def _conclude(
         elif isinstance(step, Conclude):
             again, found = repeat_conclusion(plan, step, known), dict(known)
             pieces = [] if again else list(to_observe.values())
-            for _, results, nbytes in cluster.run(work, pieces, known):
+            for _, results, nbytes in cluster.run(job, pieces, known):
                 found |= results
                 progress(nbytes)
             known |= again or do_census_steps(plan, [step], found)

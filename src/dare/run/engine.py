@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -25,7 +25,7 @@ from dare.checks.inputs import check_chunks, is_suspect
 from dare.documents.notices import LEFTOVERS, Notice, notice
 from dare.documents.shown import Display, Meter, show_progress
 from dare.errors import OutputError, RecipeError, warn_caller
-from dare.inputs.sources import hold_open, read_chunks
+from dare.inputs.sources import Source, hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Identity, Output, Publisher, SoleWriter
@@ -339,12 +339,8 @@ def _run_steps(
         backend = open_backend(plan)
         return Worker(plan, backend, make_coder(plan, backend, sink), progress, stop)
 
-    keep_freed_memory()
     holds_matrices = plan.cost.matrix_bytes > 0
-    with (
-        one_blas_thread() if holds_matrices else nullcontext(),
-        hold_open(plan.sources, checks=True),
-    ):
+    with open_for_threads(plan.sources, uses_blas=holds_matrices):
         run_steps(
             list(steps),
             make_worker,
@@ -354,3 +350,14 @@ def _run_steps(
             collect=collect,
             one_group=holds_matrices,
         )
+
+
+@contextmanager
+def open_for_threads(sources: Sequence[Source], *, uses_blas: bool) -> Iterator[None]:
+    """Hold inputs open while threads read them, for a merge as for an analysis.
+
+    Refuse at the end those that have changed meanwhile.
+    """
+    keep_freed_memory()
+    with one_blas_thread() if uses_blas else nullcontext(), hold_open(sources, checks=True):
+        yield

@@ -215,7 +215,7 @@ class _Maker(threading.local):
     @cached_property
     def _worker(self) -> Worker:
         plan, backend = self._plan, open_backend(self._plan)
-        merger = Merger(plan, backend, _Room(self.room))
+        merger = Merger(plan, backend, _OnePlaceSink(self.room))
         return Worker(plan, backend, merger, lambda _nbytes: None, threading.Event())
 
     def do(self, step: Step, results: Results) -> Any:
@@ -224,7 +224,7 @@ class _Maker(threading.local):
         return result
 
 
-class _Room(Sink):
+class _OnePlaceSink(Sink):
     """A sink in which every chunk has the same place."""
 
     def __init__(self, room: Bytes) -> None:

@@ -70,7 +70,10 @@ class Conclude(Step):
 
 @dataclass(frozen=True, slots=True)
 class Survey(Step):
-    """Let the surveying stages of one model's chain, or those after them, see one tensor."""
+    """Let the surveying stages of one model's chain, or those after them, see one tensor.
+
+    In an analysis: compute the singular values of a model's delta.
+    """
 
     tensor: str
     model: int | None  # None for combine and refine stages, which see the deltas of all models
@@ -79,9 +82,10 @@ class Survey(Step):
 
 @dataclass(frozen=True, slots=True)
 class Make(Step):
-    """Merge a chunk of a tensor; or copy it from the base, comparing the models' if asked.
+    """Merge one chunk of a tensor, or copy it from the base, comparing the models' if asked.
 
-    In an output of another format it stands for all chunks that are stored together with it.
+    In an output of another format it stands for all chunks that are stored together with it. In an
+    analysis the chunk is measured.
     """
 
     tensor: str

@@ -473,7 +473,7 @@ class View:
         return self.walk()
 
 
-class Histogram(NamedTuple):
+class BinCounts(NamedTuple):
     """Magnitudes counted in bins, and how many are above those; zeros are not counted."""
 
     counts: NDArray[np.int64]
@@ -501,12 +501,12 @@ class DeltaView(View):
         bits, left = reference.magnitude_bits(block.values), block.survivors()
         return bits if left is None else bits[left]
 
-    def histogram(self, low: int = 0, shift: int = 15) -> Histogram:
+    def histogram(self, low: int = 0, shift: int = 15) -> BinCounts:
         """Count the magnitudes that are not zero in BINS of 2^shift each, from `low` on."""
         counts, seen = np.zeros(BINS, np.int64), np.zeros(BINS, np.uint32)
         figures = np.zeros(2, np.int64)
         survivors = sum(block.count(low, shift, (counts, seen, figures)) for block in self())
-        return Histogram(counts, seen, int(figures[0]), survivors)
+        return BinCounts(counts, seen, int(figures[0]), survivors)
 
     def end_of(self, bits: int, rank: int) -> int:
         """Return the index after the magnitude of these bits that has a rank among its equals."""

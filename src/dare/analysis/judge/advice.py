@@ -55,7 +55,7 @@ METHODS = _table(TEXTS["others"]["habits"], relation="diverse", parameters=ANY)
 def judge(
     analysis: AnalysisData, *, steps: int | None = None, method: str = ""
 ) -> tuple[Readiness, Advice]:
-    """The verdict on merging models by a method, by default as advised; and the advice.
+    """Return the verdict on merging models by a method, by default as advised; and the advice.
 
     What does not matter for that method is a note.
     """
@@ -67,7 +67,7 @@ def judge(
 
 
 def to_json(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> str:
-    """All of it as one document (docs/analysis-schema.md), which `Analysis.from_json` reads too."""
+    """Return one document (docs/analysis-schema.md) of it, which `Analysis.from_json` reads too."""
     predictions = [
         {
             "model": model.name,
@@ -129,7 +129,7 @@ def advise(
 
 
 def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
-    """The models that no setting can make fit, each with the reason."""
+    """Yield the models that no setting can make fit, each with the reason."""
     out: set[str] = set()
     for finding in readiness.findings:
         first, *others = [name for name in finding.subjects if name not in out] or [""]
@@ -148,7 +148,7 @@ def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
 
 
 def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
-    """The settings without which the merge would be refused."""
+    """Yield the settings without which the merge would be refused."""
     given = set()
     for finding in readiness.findings:
         setting, value = TEXTS["policies"].get(finding.code, ("", ""))
@@ -223,7 +223,7 @@ def _usual(models: list[ModelAnalysis], cosine: float, parameters: float, steps:
 
 
 def find_guidelines(is_lora: bool, parameters: float, steps: int | None) -> list[Any]:
-    """The guidelines for a model: those of its kind, its size and, if given, its steps.
+    """Return the guidelines for a model: those of its kind, its size and, if given, its steps.
 
     >>> [row.applies_to for row in find_guidelines(False, 6.7e9, 1000)]
     ['7B after 500 to 2,000 steps']

@@ -10,7 +10,7 @@ An output of a layer is y = Σ (wⱼ + δⱼ)·xⱼ. If the inputs x prefer no d
 outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some, and what an
 error does to answers differs from one kind of model to another: it is an order (docs/evidence.md).
 
-That is the mean. How far one mask can be off it, `dare.checks.sample` says. Errors of
+That is the mean. How far one mask can be off it, `dare.checks.dropping` says. Errors of
 different layers are independent and their variances add up, so squares are averaged.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dare.analysis.results import Kind, ModelAnalysis, Statistics, ratio
-from dare.checks.sample import Exposure, combined_error, relative_error
+from dare.checks.dropping import Exposure, combined_error, relative_error
 from dare.documents.notices import LIMIT
 from dare.tensors.mask import check_drop_rate
 
@@ -55,11 +55,11 @@ def mean_square(statistics: Statistics) -> float:
     return statistics.norm**2 / counted if counted else 0.0
 
 
-# ---------------------------------------------------------------- how much dropping is borne
+# ---------------------------------------------------------------- how much dropping is tolerated
 
 
 def exposures_of(model: ModelAnalysis) -> list[Exposure]:
-    """Return those of a model's tensors without embeddings and head, if there are any others."""
+    """Return a model's exposures, without embeddings and head if there are other tensors."""
     inner = [tensor for tensor in model.tensors if tensor.kind not in OUTER]
     return [exposure_of(tensor.statistics, tensor.shape) for tensor in inner or model.tensors]
 
@@ -83,7 +83,7 @@ def tolerated_drop_rate(
     bound: float = LIMIT.output_error,
     highest: float = LIMIT.highest_rate,
 ) -> float:
-    """Return the largest drop rate, in hundredths, that changed tensors bear together.
+    """Return the largest drop rate, in hundredths, that changed tensors tolerate together.
 
     At that rate the bounded error of their outputs (root of the mean square, by elements) is at
     most `bound`, and it is at most `highest`: 0.05 and 0.95 by default. Tensors whose

@@ -23,7 +23,7 @@ from dare.analysis.judge.prediction import (
     mean_bounded_error,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.relations import Link, Span, Values, find_groups
+from dare.analysis.judge.relations import Link, ValueRange, Values, find_groups
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin
 from dare.checks.sample import find_real_base, is_unrelated
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
@@ -34,7 +34,7 @@ from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding, some_of
 
 STOPPING = {"nothing_compared", "not_finite"}  # findings with which a model cannot be merged at all
-GRAVITY = list(reversed(Severity))
+SEVEREST_FIRST = list(reversed(Severity))
 # Conditions, in the order in which they are tried; `bool`: if there is such a subject at all.
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
@@ -107,7 +107,7 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
 
 def conclude(names: Iterable[str], findings: Iterable[Notice]) -> Readiness:
     """Return the verdict that findings come to, on each model and on all."""
-    findings = sorted(findings, key=lambda finding: GRAVITY.index(finding.severity))
+    findings = sorted(findings, key=lambda finding: SEVEREST_FIRST.index(finding.severity))
     by_model = {
         name: _verdict(f for f in findings if not f.subjects or name in f.subjects)
         for name in names
@@ -171,7 +171,7 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
 
 
 def _storage(analysis: AnalysisData, model: ModelAnalysis) -> Iterator[Values]:
-    """A model that is stored more coarsely than the base."""
+    """Yield the values of a model that is stored more coarsely than the base."""
     ratio = model.total.relative_norm
     if noise := rounding_norm(analysis, model):
         yield {
@@ -220,7 +220,7 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
                 "concerns": tuple(ratios),
                 "ratios": {f"ratio.{name}": ratio for name, ratio in ratios.items()},
                 "their_change": "Its change is" if len(ratios) == 1 else "Their changes are",
-                "span": Span(list(ratios.values())),
+                "span": ValueRange(list(ratios.values())),
                 "largest": largest,
                 "weights": some_of(weights, 3),
             }
@@ -295,14 +295,14 @@ def body_of(model: ModelAnalysis) -> Body:
 def chance_cancelled(analysis: AnalysisData) -> float:
     """Return the share of all change that independent models of these sizes lose when added up.
 
-    It is what `analysis.together.cancelled` is to be held against: of two models of one size 29 %,
-    of three 42 %.
+    Compare `analysis.together.cancelled` with it: of two models of one size it is 29 %, of three
+    42 %.
     """
     return lost_by_chance([model.total.inliers.mean_magnitude for model in analysis.models])
 
 
 def lost_by_chance(sizes: Sequence[float]) -> float:
-    """Return the same of changes with such mean magnitudes.
+    """Return the share that independent changes of these mean magnitudes lose.
 
     >>> lost_by_chance([1.0, 1.0])
     0.292...

@@ -99,10 +99,10 @@ def is_against(figures: Mapping[str, float], one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Span:
+class ValueRange:
     """The least and the largest of some values, or the one value that they are as written.
 
-    >>> f"{Span([0.5, 0.2, 0.3]):.0%}, {Span([0.501, 0.499]):.2f}"
+    >>> f"{ValueRange([0.5, 0.2, 0.3]):.0%}, {ValueRange([0.501, 0.499]):.2f}"
     '20% to 50%, 0.50'
     """
 
@@ -119,5 +119,5 @@ def cosines_text(values: Sequence[float]) -> str:
     >>> cosines_text([-0.99999, 1.0]), cosines_text([0.0121, 0.0119])
     ('cosines -1.000 to +1.000', 'cosine +0.012')
     """
-    ends = f"{Span(values):+.3f}"
+    ends = f"{ValueRange(values):+.3f}"
     return f"cosines {ends}" if " to " in ends else f"cosine {ends}"

@@ -15,10 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import combinations
 from typing import Any
@@ -27,24 +28,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.measure import tallies
-from dare.analysis.measure.tallies import Additive, Sums, with_inside
-from dare.analysis.results import OUTSIDE, Kind, Spectrum
-from dare.checks.sample import BIN_SHIFT, BINS, NONE, UNROUNDED, Magnitudes, find_rounding, top_bin
-from dare.inputs.sources import Raw, Source, read_floats, read_stored
+from dare.analysis.measure.tallies import Additive, Sums, Window, statistics_of, with_inside
+from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
+from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
+from dare.checks.rank import UNROUNDED, find_rounding
+from dare.inputs.sources import Raw, Source, read_chunks, read_floats
 from dare.kernels import core
 from dare.kernels.reference import LEAST, SAMPLED
+from dare.planning.make import LeftOut
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
-from dare.run.threads import Batch, Step
+from dare.recipe.recipe import Request
+from dare.run.threads import Batch
+from dare.run.worker import Make, Progress, Stopped, Survey
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import ANY_EMBEDDING, ANY_HEAD, without_projections
 
+MeasuringStep = Make | Survey  # a chunk to be measured, a matrix of one model
 Floats = NDArray[np.float32]
-Flags = NDArray[np.bool_]
+# A piece of a chunk: its first index, base and models, and which of these are given by deltas.
+Piece = tuple[int, Raw, list[Raw], NDArray[np.bool_]]
 
 TOP = 0.01  # share of a tensor's elements that count as its top
-SAMPLE = CHUNK  # about how many elements of a tensor are looked at for the overlap of the tops
-TOGETHER = 8  # chunks that are added up at once, so that no more of them have to be kept
+SAMPLE = CHUNK  # about how many elements of a tensor the overlap of the tops is counted on
 CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
 MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
 
@@ -55,8 +61,8 @@ def period_of(elements: int) -> int:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A tensor and the models whose delta to it is looked at."""
+class ComparedTensor:
+    """A tensor, and the models whose deltas of it are measured."""
 
     base: TensorInfo
     kind: Kind
@@ -67,6 +73,11 @@ class Subject:
     @property
     def name(self) -> str:
         return self.base.name
+
+    @property
+    def chunks(self) -> int:
+        """The number of its chunks; an empty tensor counts as one."""
+        return max(1, chunk_count(self.base.elements))
 
     @property
     def period(self) -> int:
@@ -86,7 +97,7 @@ class PairSums(Additive):
 
 
 @dataclass(frozen=True)
-class Measured(Additive):
+class TensorSums(Additive):
     """All that is known of one tensor, or of some chunks of it; mappings are by model."""
 
     sums: dict[int, Sums] = field(default_factory=dict)
@@ -161,114 +172,159 @@ def number_layers(tensors: Iterable[str]) -> dict[str, int]:
     }
 
 
-# ---------------------------------------------------------------- steps
+# ---------------------------------------------------------------- what is to be done
 
 
 @dataclass(frozen=True)
-class MeasureStep(Step):
-    """A piece of the work on one tensor."""
+class MeasuringPlan:
+    """The tensors that a base and models have in common, and which of their figures are wanted."""
 
-    subject: Subject
-    nbytes: int
-    is_last: bool  # True if its result is needed beyond the tensor
+    request: Request
+    base: Source
+    models: Mapping[str, Source]
+    tensors: Mapping[str, ComparedTensor]  # by name
+    left_out: Sequence[LeftOut]  # those that cannot be compared
+    spectra: Mapping[str, bool]  # the matrices with singular values, and True for all of one
+    threads: int = 1
 
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The base and the models."""
+        return (self.base, *self.models.values())
 
-@dataclass(frozen=True)
-class MeasureChunk(MeasureStep):
-    """Look at one chunk."""
+    def sources_of(self, tensor: ComparedTensor) -> list[Source]:
+        """Return the sources of a tensor: the base, then the models that change it."""
+        return [self.base, *(self.sources[1 + model] for model in tensor.models)]
 
-    chunk: int
+    @cached_property
+    def steps(self) -> list[MeasuringStep]:
+        """All steps; a matrix's singular values come when its bytes have just been read."""
+        steps: list[MeasuringStep] = []
+        for group, (name, tensor) in enumerate(self.tensors.items(), start=1):
+            elements, last = tensor.base.elements, tensor.chunks - 1
+            again = elements if len(tensor.models) > MODELS_HELD else 0  # for the sample
+            for chunk in range(tensor.chunks):
+                size = chunk_span(chunk, elements)[1] + again * (chunk == last)
+                steps.append(Make(("make", name, chunk), (), group, size, name, chunk))
+            for model in tensor.models if name in self.spectra else ():
+                size = self.window_on(tensor).rows * tensor.base.shape[1]
+                steps.append(Survey(("survey", name, model), (), group, size, name, model))
+        return steps
 
+    def window_on(self, tensor: ComparedTensor) -> Window:
+        """Return the part of a matrix whose singular values are computed."""
+        return tallies.window_of(tensor.base.shape, whole=self.spectra[tensor.name])
 
-@dataclass(frozen=True)
-class AddUp(MeasureStep):
-    """Add up what was found of the chunks so far."""
+    @cached_property
+    def bytes_read(self) -> int:
+        """The bytes that all steps read."""
+        return sum(map(self.bytes_read_by, self.steps))
 
-
-@dataclass(frozen=True)
-class MeasureSpectrum(MeasureStep):
-    """Look at one model's delta of a matrix as a whole, or at a window of it."""
-
-    model: int
-    window: tallies.Window
-
-
-def list_steps(
-    models: Sequence[Source], subjects: Iterable[Subject], matrices: Mapping[str, bool]
-) -> Iterator[MeasureStep]:
-    """All steps; a matrix's spectrum comes when its bytes have just been read."""
-    for subject in subjects:
-        name = subject.name
-        sizes = {model: models[model].tensors[name].dtype.itemsize for model in subject.models}
-        base_size = subject.base.dtype.itemsize
-        together = base_size + sum(sizes.values())
-        again = subject.base.elements * together if len(sizes) > MODELS_HELD else 0
-        before: tuple[Any, ...] = ()
-        chunks = chunk_count(subject.base.elements)
-        for first in range(0, max(chunks, 1), TOGETHER):
-            last = min(first + TOGETHER, chunks)
-            for chunk in range(first, last):
-                count = chunk_span(chunk, subject.base.elements)[1]
-                is_all, nbytes = chunks == 1, count * together + again * (chunks == 1)
-                yield MeasureChunk((name, chunk), (), 0, count, subject, nbytes, is_all, chunk)
-            if chunks == 1:
-                break
-            needs = (*before, *((name, chunk) for chunk in range(first, last)))
-            before = ((name, "up to", last),)
-            is_last = last == chunks
-            yield AddUp(before[0], needs, 0, 0, subject, again * is_last, is_last)
-        if name in matrices:
-            rows, columns = subject.base.shape
-            window = tallies.window_of((rows, columns), whole=matrices[name])
-            for model, size in sizes.items():
-                both = size + base_size * (not models[model].delta_of(name).is_change)
-                seen = sum(count for _, count in window.runs) * columns
-                yield MeasureSpectrum(
-                    *((name, "of", model), (), 0, seen, subject, seen * both, True, model, window)
-                )
+    def bytes_read_by(self, step: MeasuringStep) -> int:
+        """Return the bytes that a step reads."""
+        sources = self.sources_of(self.tensors[step.tensor])
+        if isinstance(step, Survey) and step.model is not None:
+            source = self.sources[1 + step.model]
+            sources = [source] if source.delta_of(step.tensor).is_change else [self.base, source]
+        return step.elements * sum(each.tensors[step.tensor].dtype.itemsize for each in sources)
 
 
-class Worker:
+class Tally:
+    """The sink of an analysis: adds up what is found of chunks, and keeps it by tensor.
+
+    Chunks are added in their order, whatever the order in which they come, so that the figures do
+    not depend on threads.
+    """
+
+    def __init__(self, *, keeps_all: bool = False) -> None:
+        """Begin with nothing.
+
+        With `keeps_all` the magnitudes of each tensor are kept, not only those of a layer's tensors
+        of a kind.
+        """
+        self.measured: dict[str, TensorSums] = {}
+        # By tensor and model.
+        self.statistics: dict[tuple[str, int], Statistics] = {}
+        self.spectra: dict[tuple[str, int], Spectrum | None] = {}
+        # By model, layer and kind.
+        self.magnitudes: dict[tuple[int, int, Kind], Magnitudes] = {}
+        self._keeps_all = keeps_all
+        # By tensor: how many chunks are added, and their sum. Others wait for those before them.
+        self._sums: dict[str, tuple[int, TensorSums]] = {}
+        self._waiting: dict[tuple[str, int], TensorSums] = {}
+        self._lock = threading.Lock()
+
+    def add(self, tensor: ComparedTensor, chunk: int, found: TensorSums) -> TensorSums | None:
+        """Add a chunk to those before it; return the sum if these are all chunks of the tensor."""
+        with self._lock:
+            name = tensor.name
+            self._waiting[name, chunk] = found
+            added, total = self._sums.pop(name, (0, TensorSums()))
+            while (following := self._waiting.pop((name, added), None)) is not None:
+                added, total = added + 1, total + following
+            if added == tensor.chunks:
+                return total
+            self._sums[name] = added, total
+            return None
+
+    def keep(self, tensor: ComparedTensor, found: TensorSums) -> None:
+        """Keep the figures of a whole tensor."""
+        for model, sums in found.sums.items():
+            magnitudes = found.magnitudes[model]
+            self.statistics[tensor.name, model] = statistics_of(sums, magnitudes)
+            cell = (model, tensor.layer, tensor.kind)
+            with self._lock:
+                self.magnitudes[cell] = self.magnitudes.get(cell, NO_MAGNITUDES) + magnitudes
+        self.measured[tensor.name] = found if self._keeps_all else replace(found, magnitudes={})
+
+
+# ---------------------------------------------------------------- doing the steps
+
+
+class Measurer:
     """Does the steps of an analysis, with buffers of its own; the inputs must be open."""
 
     def __init__(
-        self, base: Source, models: Sequence[Source], progress: Callable[[int], None]
+        self, plan: MeasuringPlan, tally: Tally, progress: Progress, stop: threading.Event
     ) -> None:
-        self._base = base
-        self._models = models
+        self._plan = plan
+        self._tally = tally
         self._progress = progress
-        widest = widest_of(base, models)
-        self._span = span_of(base, models)
-        self._bytes = [np.empty(self._span * widest, np.uint8) for _ in (base, *models)]
-        # Empty between chunks.
-        self._counters = np.zeros((len(models), tallies.WAYS, tallies.COUNTERS), np.uint32)
+        self._stop = stop
+        self._span = span_of(plan.sources)
+        widest = widest_of(plan.sources)
+        self._bytes = [np.empty(self._span * widest, np.uint8) for _ in plan.sources]
+        shape = len(plan.models), tallies.WAYS, tallies.COUNTERS
+        self._counters = np.zeros(shape, np.uint32)  # empty between chunks
 
-    def prefetch(self, step: MeasureStep) -> None:
-        """Ask for a chunk's bytes of every input; spectra are of what has just been read."""
-        if isinstance(step, MeasureChunk):
-            start, count = chunk_span(step.chunk, step.subject.base.elements)
-            for source in self._sources(step.subject):
-                source.prefetch(step.subject.name, start, count)
+    def prefetch(self, step: MeasuringStep) -> None:
+        """Ask for a chunk's bytes of every input; matrices are those that have just been read."""
+        if isinstance(step, Make) and step.elements:
+            tensor = self._plan.tensors[step.tensor]
+            for source in self._plan.sources_of(tensor):
+                source.prefetch(step.tensor, *chunk_span(step.chunk, tensor.base.elements))
 
-    def run_batch(self, batch: Batch[MeasureStep]) -> Iterator[Measured | Spectrum | None]:
-        """Do the steps of a batch."""
+    def run_batch(self, batch: Batch[MeasuringStep]) -> Iterator[None]:
+        """Do steps: what is found goes to the tally."""
         for step in batch.steps:
-            if isinstance(step, AddUp):
-                yield self._add_up(step, [batch.results[need] for need in step.needs])
-            elif isinstance(step, MeasureSpectrum):
-                yield self._spectrum(step)
-            elif isinstance(step, MeasureChunk):
-                found = self._measure(step.subject, step.chunk)
-                yield self._add_up(step, [found]) if step.is_last else found
-            self._progress(step.nbytes)
-
-    def _sources(self, subject: Subject) -> list[Source]:
-        return [self._base, *(self._models[model] for model in subject.models)]
+            if self._stop.is_set():
+                raise Stopped
+            match step:
+                case Make(tensor=name, chunk=chunk):
+                    tensor = self._plan.tensors[name]
+                    total = self._tally.add(tensor, chunk, self._measure(tensor, chunk))
+                    if total is not None:
+                        self._tally.keep(tensor, self._complete(tensor, total))
+                case Survey(tensor=name, model=int(model)):
+                    spectrum = self._spectrum(self._plan.tensors[name], model)
+                    self._tally.spectra[name, model] = spectrum
+            yield
+            self._progress(self._plan.bytes_read_by(step))
 
     # ------------------------------------------------------------ a chunk
 
-    def _measure(self, subject: Subject, chunk: int) -> Measured:
-        models = subject.models
+    def _measure(self, tensor: ComparedTensor, chunk: int) -> TensorSums:
+        models = tensor.models
         pairs = list(combinations(models, 2))
         sums = np.zeros((len(models), tallies.SUMS))
         counts = np.zeros((len(models), tallies.COUNTS), np.int64)
@@ -277,22 +333,22 @@ class Worker:
         counters = self._counters[: len(models)]
         shared, samples = np.zeros(2, np.int64), list[Floats]()
         totals = np.zeros(2)
-        _, count = chunk_span(chunk, subject.base.elements)
-        for start, base, tuned, given in self._read(subject, chunk):
+        _, count = chunk_span(chunk, tensor.base.elements)
+        for piece in self._read(tensor, chunk):
             found = (sums, counts, dots, pair_counts, shared, totals, counters)
-            core.measure(base, tuned, given, *found)
+            core.measure(*piece[1:], *found)
             if 1 < len(models) <= MODELS_HELD:
-                samples.append(self._sample(subject, start, base, tuned, given))
+                samples.append(self._sample(tensor, piece))
         base_squares, summed_magnitude = totals.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
-        all_sums, magnitudes = dict.fromkeys(subject.unchanged, untouched), {}
+        all_sums, magnitudes = dict[int, Sums](), dict[int, Magnitudes]()
         for place, model in enumerate(models):
             own = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
             all_sums[model] = own
             magnitudes[model] = _take_magnitudes(counters[place], own)
-        return Measured(
-            all_sums,
-            dict.fromkeys(subject.unchanged, NONE) | magnitudes,
+        return TensorSums(
+            all_sums | dict.fromkeys(tensor.unchanged, untouched),
+            magnitudes | dict.fromkeys(tensor.unchanged, NO_MAGNITUDES),
             {
                 pair: PairSums(float(dot), *signs.tolist())
                 for pair, dot, signs in zip(pairs, dots, pair_counts, strict=True)
@@ -301,25 +357,22 @@ class Worker:
             tuple(samples),
         )
 
-    def _read(self, subject: Subject, chunk: int) -> Iterator[tuple[int, Raw, list[Raw], Flags]]:
-        """Yield pieces of a chunk: the first index, base and models, and which of them are deltas.
-
-        The next piece takes their place.
-        """
-        sources, (first, count) = self._sources(subject), chunk_span(chunk, subject.base.elements)
-        for start in range(first, first + count, self._span):
-            size = min(self._span, first + count - start)
-            base, *tuned = (
-                read_stored(source, subject.name, start, size, buffer)
-                for source, buffer in zip(sources, self._bytes, strict=False)
-            )
-            given = np.array([s.delta_of(subject.name).is_change for s in sources[1:]], np.bool_)
+    def _read(self, tensor: ComparedTensor, chunk: int) -> Iterator[Piece]:
+        """Read a chunk piece by piece; the next piece takes the place of the one before."""
+        name, sources = tensor.name, self._plan.sources_of(tensor)
+        given = np.array([source.delta_of(name).is_change for source in sources[1:]], np.bool_)
+        for start, (base, *tuned) in read_chunks(
+            *(sources, name, *chunk_span(chunk, tensor.base.elements)),
+            buffers=self._bytes[: len(sources)],
+            base_first=True,
+            at_once=self._span,
+            together=self._span,
+        ):
             yield start, base, tuned, given
 
-    def _sample(
-        self, subject: Subject, start: int, base: Raw, tuned: list[Raw], given: Flags
-    ) -> Floats:
-        period = subject.period
+    def _sample(self, tensor: ComparedTensor, piece: Piece) -> Floats:
+        start, base, tuned, given = piece
+        period = tensor.period
         runs = -(-base.size // (SAMPLED * period))
         sample = np.empty((len(tuned), SAMPLED * runs), np.float32)
         for raw, is_delta, row in zip(tuned, given, sample, strict=True):
@@ -328,22 +381,17 @@ class Worker:
 
     # ------------------------------------------------------------ a tensor
 
-    def _add_up(self, step: MeasureStep, found: Iterable[Measured]) -> Measured:
-        subject = step.subject
-        everyone = (*subject.models, *subject.unchanged)
-        nothing = Measured(dict.fromkeys(everyone, Sums()), dict.fromkeys(everyone, NONE))
-        total = sum(found, nothing)  # of a tensor without elements there are no parts
-        if not step.is_last:
-            return total
+    def _complete(self, tensor: ComparedTensor, total: TensorSums) -> TensorSums:
+        """Return a tensor's figures with those that are only known when all of it has been seen."""
         whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.pairs:
             return replace(total, summed_magnitude=added_magnitudes(total))
-        least = [_least_of_top(subject, total.magnitudes[model]) for model in subject.models]
+        least = [_least_of_top(tensor, total.magnitudes[model]) for model in tensor.models]
         tops, in_both = np.zeros(len(least), np.int64), np.zeros((len(total.pairs), 2), np.int64)
-        for part in self._samples(subject, total):
+        for part in self._samples(tensor, total):
             core.compare_tops(part, np.array(least, np.uint32), tops, in_both)
-        sizes = dict(zip(subject.models, tops.tolist(), strict=True))
+        sizes = dict(zip(tensor.models, tops.tolist(), strict=True))
         pairs = dict(total.pairs)
         for ((one, other), sums), counts in zip(total.pairs.items(), in_both.tolist(), strict=True):
             shared, agreeing = counts
@@ -352,30 +400,32 @@ class Worker:
             pairs[one, other] = replace(sums, **found_tops)
         total = replace(total, pairs=pairs)
         if any(each.inside.outliers for each in whole.values()):
-            total = _without_outliers(subject.models, total, self._samples(subject, total))
+            total = _without_outliers(tensor.models, total, self._samples(tensor, total))
         return replace(total, samples=())
 
-    def _samples(self, subject: Subject, total: Measured) -> Iterator[Floats]:
+    def _samples(self, tensor: ComparedTensor, total: TensorSums) -> Iterator[Floats]:
         """Yield the sample, piece by piece; it is read again unless it was kept."""
         yield from total.samples
-        for chunk in () if total.samples else range(chunk_count(subject.base.elements)):
-            for piece in self._read(subject, chunk):
-                yield self._sample(subject, *piece)
+        for chunk in () if total.samples else range(tensor.chunks):
+            yield from (self._sample(tensor, piece) for piece in self._read(tensor, chunk))
 
-    def _spectrum(self, step: MeasureSpectrum) -> Spectrum | None:
-        source, name = self._models[step.model], step.subject.name
-        delta = self._read_window(source, step)
+    # ------------------------------------------------------------ a matrix
+
+    def _spectrum(self, tensor: ComparedTensor, model: int) -> Spectrum | None:
+        """Return the singular values of a model's delta, or of the window on it."""
+        source, name = self._plan.sources[1 + model], tensor.name
+        delta = self._read_window(source, tensor)
         rounding = UNROUNDED
         if not source.delta_of(name).is_change:
-            base = self._read_window(self._base, step)
+            base = self._read_window(self._plan.base, tensor)
             delta -= base
-            types = (each.tensors[name].dtype.name for each in (self._base, source))
+            types = (each.tensors[name].dtype.name for each in (self._plan.base, source))
             rounding = find_rounding(base, *types)
         delta[~np.isfinite(delta)] = 0
         return tallies.spectrum_of(delta, rounding)
 
-    def _read_window(self, source: Source, step: MeasureSpectrum) -> Floats:
-        name, window, width = step.subject.name, step.window, step.subject.base.shape[1]
+    def _read_window(self, source: Source, tensor: ComparedTensor) -> Floats:
+        name, width, window = tensor.name, tensor.base.shape[1], self._plan.window_on(tensor)
         runs = [
             read_floats(source, name, first * width, rows * width, "cpu").reshape(rows, width)
             for first, rows in window.runs
@@ -385,20 +435,22 @@ class Worker:
         return np.concatenate([run[:, window.columns] for run in runs])
 
 
-def _least_of_top(subject: Subject, magnitudes: Magnitudes) -> int:
+def _least_of_top(tensor: ComparedTensor, magnitudes: Magnitudes) -> int:
     """Return the bits of the least magnitude that is among a model's largest, in its tensor."""
-    wanted = math.ceil(TOP * subject.base.elements)
+    wanted = math.ceil(TOP * tensor.base.elements)
     place = top_bin(magnitudes, wanted) if magnitudes.counts.size else BINS - 1
     return max(1, place << BIN_SHIFT)
 
 
-def added_magnitudes(measured: Measured) -> float:
+def added_magnitudes(measured: TensorSums) -> float:
     """Return ΣΣ|δ| of all models, without outliers."""
     return sum(each.inside.magnitude for each in measured.sums.values())
 
 
-def _without_outliers(models: Sequence[int], total: Measured, parts: Iterable[Floats]) -> Measured:
-    """The products and the sum of a tensor's deltas as its sample has them without outliers.
+def _without_outliers(
+    models: Sequence[int], total: TensorSums, parts: Iterable[Floats]
+) -> TensorSums:
+    """Return a tensor's figures with products and sums as its sample has them without outliers.
 
     Overwrites the outliers in the sample.
     """
@@ -424,7 +476,7 @@ def _without_outliers(models: Sequence[int], total: Measured, parts: Iterable[Fl
 
 
 def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:
-    """Return what the kernel has found of one model."""
+    """Return the sums that the library has found of one model."""
     changed, not_finite, peak, least = counts
     zeros = elements - changed - not_finite
     smallest = float(np.uint32(least + 1).view(np.float32)) if changed else math.inf
@@ -434,8 +486,8 @@ def _sums(elements: int, sums: list[float], counts: list[int], base_squares: flo
 
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
-    """Empty the counters; in the first bin, zeros and what counted as zeros are taken off."""
-    magnitudes = NONE
+    """Return what was counted, without the zeros in the first bin, and empty the counters."""
+    magnitudes = NO_MAGNITUDES
     if sums.largest:
         extremes = np.array([sums.smallest, sums.largest], np.float32).view(np.uint32)
         low, high = (extremes >> np.uint32(BIN_SHIFT)).tolist()
@@ -448,26 +500,30 @@ def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
     return magnitudes
 
 
-def widest_of(base: Source, models: Sequence[Source]) -> int:
-    """Bytes per element of the widest storage type."""
-    sizes = (info.dtype.itemsize for source in (base, *models) for info in source.tensors.values())
+# ---------------------------------------------------------------- memory
+
+
+def widest_of(sources: Iterable[Source]) -> int:
+    """Return the bytes per element of the widest storage type."""
+    sizes = (info.dtype.itemsize for source in sources for info in source.tensors.values())
     return max(sizes, default=1)
 
 
-def span_of(base: Source, models: Sequence[Source]) -> int:
+def span_of(sources: Sequence[Source]) -> int:
     """Return how many elements of each input are read at once: a chunk, or of many models less.
 
     There is at least one run of a sample in it.
     """
-    most = max((info.elements for info in base.tensors.values()), default=0)
+    most = max((info.elements for info in sources[0].tensors.values()), default=0)
     span, least = CHUNK, SAMPLED * period_of(most)
-    while span > least and span * (1 + len(models)) > CHUNKS_HELD * CHUNK:
+    while span > least and span * len(sources) > CHUNKS_HELD * CHUNK:
         span //= 2
     return span
 
 
-def workspace_bytes(base: Source, models: Sequence[Source]) -> int:
+def workspace_bytes(sources: Sequence[Source]) -> int:
     """Return the bytes of one thread's buffers and its share of the tensors being measured."""
-    buffers = span_of(base, models) * widest_of(base, models) * (1 + len(models))
-    counters = (2 * 4 + 8) * BINS * len(models)
-    return buffers + counters + 5 * SAMPLE * min(len(models), MODELS_HELD)
+    models = len(sources) - 1
+    buffers = span_of(sources) * widest_of(sources) * len(sources)
+    counters = (2 * 4 + 8) * BINS * models
+    return buffers + counters + 5 * SAMPLE * min(models, MODELS_HELD)

@@ -2,7 +2,7 @@
 
 `Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
 extremes; beside them stands how many elements have which magnitude, in bins
-(`dare.checks.sample`). A quantile is the middle of the bin that it falls in, so it is off by
+(`dare.checks.magnitudes`). A quantile is the middle of the bin that it falls in, so it is off by
 0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse). What outliers leave of a sum
 is counted in the bins, to 0.4 %; where there are none it is the sum itself.
 
@@ -22,24 +22,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.results import Histogram, Inliers, Quantiles, Spectrum, Statistics
-from dare.checks.sample import (
+from dare.checks.magnitudes import (
     BIN_SHIFT,
     BINS,
     OCTAVE,
-    UNROUNDED,
     Magnitudes,
-    Rounding,
     bin_edge,
-    find_low_rank,
-    find_outliers,
-    low_rank_of,
     outlier_bin,
-    singular_values,
-    spread,
     top_bin,
+)
+from dare.checks.rank import (
+    UNROUNDED,
+    Rounding,
+    find_low_rank,
+    find_noise_edge,
+    low_rank_of,
+    singular_values,
     without_lines,
     without_spikes,
 )
+from dare.checks.sample import evenly_spread
 
 NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element counts as negligible
 # Relative error of power sums; a variance below this share of the mean square is none.
@@ -83,7 +85,7 @@ def _added(name: str, one: Any, other: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Inside(Additive):
+class InlierSums(Additive):
     """Sums over the elements of a set that are no outliers of their tensors."""
 
     outliers: int = 0
@@ -109,7 +111,7 @@ class Sums(Additive):
     smallest: float = math.inf  # the smallest magnitude above zero
     largest: float = 0.0
     base_squares: float = 0.0
-    inside: Inside = Inside()  # known when all of a tensor has been counted
+    inside: InlierSums = InlierSums()  # known when all of a tensor has been counted
 
     @property
     def finite(self) -> int:
@@ -118,7 +120,7 @@ class Sums(Additive):
 
 
 def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
-    """The sums of a whole tensor, with those of its elements that are no outliers."""
+    """Return the sums of a whole tensor, with those of its elements that are no outliers."""
     usual = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
     counts, middles = magnitudes.counts, magnitudes.middles
     place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first
@@ -128,7 +130,7 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
         one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
         left, (used,) = (one, two, four), np.nonzero(counts[:place])
         largest = float(bin_edge(magnitudes.first + used[-1] + 1)) if used.size else 0.0
-    return replace(sums, inside=Inside(outliers, *left, largest))
+    return replace(sums, inside=InlierSums(outliers, *left, largest))
 
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
@@ -163,7 +165,7 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
 
 
 def share_below(threshold: float, sums: Sums, magnitudes: Magnitudes) -> float:
-    """The share of finite elements under a magnitude; 1 if none is changed.
+    """Return the share of finite elements under a magnitude; 1 if none is changed.
 
     In the bin that the threshold falls in, elements count as spread evenly.
     """
@@ -208,7 +210,7 @@ def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
 
 
 def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
-    """Counts by octave; what is below 2⁻¹²⁶ counts as of the octave under that."""
+    """Return the lowest octave and the count of each; all below 2⁻¹²⁶ is in the octave under it."""
     if not magnitudes.counts.size:
         return 0, ()
     octaves = (magnitudes.first + np.arange(magnitudes.counts.size)) // OCTAVE
@@ -222,15 +224,20 @@ def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a matrix that is looked at."""
+    """The part of a matrix whose singular values are computed."""
 
     runs: tuple[tuple[int, int], ...]  # its rows: the first of a run and how many
     columns: NDArray[np.intp]
     is_whole: bool
 
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return sum(count for _, count in self.runs)
 
-def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
-    """All of a matrix, or evenly spread runs of rows and evenly spread columns.
+
+def window_of(shape: Sequence[int], *, whole: bool) -> Window:
+    """Return all of a matrix, or evenly spread runs of rows and evenly spread columns.
 
     >>> window = window_of((64, 4096), whole=False)
     >>> window.runs, window.columns.size, window.columns[:3].tolist()
@@ -242,14 +249,14 @@ def window_of(shape: tuple[int, int], *, whole: bool) -> Window:
     if whole:
         return Window(((0, rows),), np.arange(columns), is_whole=True)
     height, width = WINDOW if rows <= columns else WINDOW[::-1]
-    runs = tuple((place - RUN // 2, RUN) for place in spread(rows, height // RUN))
+    runs = tuple((place - RUN // 2, RUN) for place in evenly_spread(rows, height // RUN))
     if rows <= height:
         runs = ((0, rows),)
-    return Window(runs, np.array(spread(columns, width), np.intp), is_whole=False)
+    return Window(runs, np.array(evenly_spread(columns, width), np.intp), is_whole=False)
 
 
 def cost_of(shape: Sequence[int], *, whole: bool) -> float:
-    """About what a spectrum takes, in units of 50 ps of one core of 2020."""
+    """Return about how long a spectrum takes, in units of 50 ps of one core of 2020."""
     short, long = sorted(shape)
     if not whole:
         short, long = min(short, WINDOW[0]), min(long, WINDOW[1])
@@ -257,13 +264,13 @@ def cost_of(shape: Sequence[int], *, whole: bool) -> float:
 
 
 def bytes_of(shape: Sequence[int]) -> int:
-    """About what it takes in memory to look at a whole matrix."""
+    """Return about how much memory the spectrum of a whole matrix takes."""
     short, long = sorted(shape)
     return 20 * short * long + 4 * 8 * short * short
 
 
 def spectrum_of(delta: NDArray[np.float32], rounding: Rounding = UNROUNDED) -> Spectrum | None:
-    """The singular values of a finite matrix; None for one that is zero.
+    """Return the singular values of a finite matrix; None for one that is zero.
 
     `rounding` is the energy that may have come into it when it was stored.
 
@@ -278,7 +285,7 @@ def spectrum_of(delta: NDArray[np.float32], rounding: Rounding = UNROUNDED) -> S
     if total == 0:
         return None
     short = values.size
-    edge, outliers = find_outliers(values, max(delta.shape), missed)
+    edge, outliers = find_noise_edge(values, max(delta.shape), missed)
     rank, rest = low_rank_of(values, outliers, rounding), without_lines(delta, rounding)
     shares = values[values > 0] / values.sum()
     held = np.cumsum(energies) / total
