@@ -88,13 +88,13 @@ class CodedInfo(TensorInfo):
     code: object  # how it is stored, by its format's module
 
 
-class ReadingMemory(NamedTuple):
-    """The memory that reading takes, besides the buffers that are filled."""
+class ReadingCost(NamedTuple):
+    """The memory that reading takes, beside the buffers that are filled."""
 
     reading_bytes: int = 0  # for each thread
     ahead_bytes: int = 0  # for reading ahead of a store, of all threads together
 
-    def with_reading(self, nbytes: int) -> ReadingMemory:
+    def with_reading(self, nbytes: int) -> ReadingCost:
         """Return the cost with more memory for each thread."""
         return self._replace(reading_bytes=self.reading_bytes + nbytes)
 
@@ -116,7 +116,7 @@ class Source:
     files: Mapping[Path, Stamp] = _NONE  # the files behind it, with the stamps they had
     remarks: tuple[Notice, ...] = ()
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
-    cost: ReadingMemory = ReadingMemory()
+    cost: ReadingCost = ReadingCost()
     ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
     tied: bool | None = None  # whether its head is its embedding, whatever a configuration says
     # Of a stack of layers: the folder that each is from, and its number there.
@@ -230,7 +230,7 @@ class InputFiles(Source):
             yield opened
             self.files[file] = opened.stamp
             most = opened.ahead_bytes if self._most_ahead is None else self._most_ahead
-            self.cost = ReadingMemory(opened.lone_bytes, min(opened.ahead_bytes, most))
+            self.cost = ReadingCost(opened.lone_bytes, min(opened.ahead_bytes, most))
         except OSError as error:
             raise InputError(f"{file}: cannot be read: {error.strerror or error}") from error
         finally:
@@ -428,7 +428,7 @@ class StackedSource(Source):
         self.files = {file: stamp for s in self._opened for file, stamp in s.files.items()}
         self.remarks = tuple(dict.fromkeys(note for s in self._opened for note in s.remarks))
         reading = max((source.cost.reading_bytes for source in self._opened), default=0)
-        self.cost = ReadingMemory(reading, sum(source.cost.ahead_bytes for source in self._opened))
+        self.cost = ReadingCost(reading, sum(source.cost.ahead_bytes for source in self._opened))
 
     def delta_of(self, name: str) -> DeltaInfo:
         source, inner = self._homes[name]
@@ -791,7 +791,7 @@ class HeldSource(SourceView):
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
         self._held = held
-        self.cost = ReadingMemory()
+        self.cost = ReadingCost()
 
     def held(self, name: str) -> HeldTensor | None:
         return self._held[name]

@@ -35,7 +35,7 @@ from dare.inputs.names import (
 from dare.inputs.opening import Inputs, align_rows, open_inputs
 from dare.inputs.sources import (
     Raw,
-    ReadingMemory,
+    ReadingCost,
     RenamedSource,
     Source,
     StackedSource,
@@ -150,8 +150,7 @@ class MergedSource(Source):
         self.files = {file: stamp for s in plan.sources for file, stamp in s.files.items()}
         self.remarks = (*plan.notes, *plan.warnings)
         self.ties, self.layers, self.tied = plan.base.ties, plan.base.layers, find_tied(plan.base)
-        ahead = sum(source.cost.ahead_bytes for source in plan.sources)
-        self.cost = ReadingMemory(plan.cost.max_memory, ahead)
+        self.cost = ReadingCost(plan.cost.max_memory, sum(s.cost.ahead_bytes for s in plan.sources))
         self._maker = _Maker(plan)
         self._takes_matrices = plan.cost.matrix_bytes > 0
         self._lock, self._locks = threading.Lock(), dict[str, Any]()  # of all, and by tensor
