@@ -304,7 +304,7 @@ COMP_WORDS=(dare merge --drop); COMP_CWORD=2
         assert word in script
 
 
-HEAVY = ("numpy", "pydantic", "torch", "dare.api", "dare.recipe.recipe")
+HEAVY = ("numpy", "torch", "dare.api", "dare.recipe.recipe")
 
 
 def test_help_imports_nothing_heavy():

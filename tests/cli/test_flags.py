@@ -239,11 +239,10 @@ def test_help_explains_every_flag(monkeypatch):
 A_NEW_STAGE = """
 import sys
 from typing import Annotated
-from pydantic import Field
-from dare.stages.registry import delta_stage
+from dare.stages.registry import delta_stage, meaning
 
 @delta_stage()
-def shrink(block, *, by: Annotated[float, Field(gt=0, description="What to divide by.")] = 2.0):
+def shrink(block, *, by: Annotated[float, meaning("What to divide by.", gt=0)] = 2.0):
     "Divide each delta."
     block.factor /= by
 

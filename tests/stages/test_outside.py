@@ -22,11 +22,10 @@ from helpers import save
 HALVE = '''
 """Half of every change."""
 from typing import Annotated
-from pydantic import Field
 from dare.stages.blocks import Block
-from dare.stages.registry import delta_stage
+from dare.stages.registry import delta_stage, meaning
 
-Share = Annotated[float, Field(gt=0, le=1, description="What is left of a change.")]
+Share = Annotated[float, meaning("What is left of a change.", gt=0, le=1)]
 
 @delta_stage()
 def shrink(block: Block, *, share: Share = 0.5) -> None:

@@ -49,7 +49,7 @@ Steps = Annotated[int | None, Parameter(help="Number of fine-tuning steps; guide
 
 
 def _of_recipe(name: str) -> Parameter:
-    help_text = RunOptions.model_fields[name].description
+    help_text = RunOptions.fields()[name].description
     return Parameter(group=RESOURCES, metavar=FIELDS[name].metavar, help=help_text)
 
 

@@ -118,7 +118,7 @@ class Flag:
         return _keyword(name, Annotated[self.kind | None, flag], None)
 
 
-KNOWN = Recipe.model_fields | RunOptions.model_fields
+KNOWN = Recipe.fields() | RunOptions.fields()
 KINDS: dict[str, Any] = {"path": Path, "text": str, "switch": bool, "whole": int, "number": float}
 KINDS |= {"paths": list[Path], "texts": list[str]}
 # The fields of a recipe, in the order of `--help`.

@@ -52,7 +52,7 @@ SCORES = Group("What decides", sort_key=0.5)
 
 def _flag(field: str, group: Group, *names: str, **looks: Any) -> Parameter:
     """A flag for a field of the table `[search]`, or for what stands beside it."""
-    text = HELP["search"].get(field) or Search.model_fields[field].description
+    text = HELP["search"].get(field) or Search.fields()[field].description
     looks |= {"negative": "", "show_default": False, "consume_multiple": (1, None)}
     return Parameter(names or None, group=group, help=text, **looks)
 

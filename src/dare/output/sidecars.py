@@ -33,7 +33,8 @@ from dare.inputs.sources import CONFIG, components_of, read_config
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
-from dare.recipe.entries import NOT_RECORDED, distinct
+from dare.recipe.entries import distinct
+from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import StorageType

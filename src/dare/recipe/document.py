@@ -25,15 +25,14 @@ from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
     OUR_NAMES,
-    SAME_WEIGHTS,
     ModelEntry,
     TensorRule,
     as_path,
     find_files,
-    flat,
     in_our_form,
     read_toml,
 )
+from dare.recipe.fields import SAME_WEIGHTS
 from dare.recipe.layers import mean_value
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import OTHER_TYPES, Layers, Recipe, Request
@@ -43,7 +42,7 @@ from dare.stages.registry import combine_of, load_installed_stages, takers
 # Keys that may stand in the table [dare] but belong to the whole recipe.
 LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
 # Keys of a recipe's file, beside stages and the other names of files.
-KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
+KEYS = (*Recipe.fields(), *RunOptions.fields())
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate", "gathered")
 # Keys that the ranges of a stack take over.
 SHARED = (
@@ -60,7 +59,7 @@ INCLUDE = "include."  # prefix of a model's name in the setting that says if it 
 OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge
 # Settings of each model by keyword or flag; seed alone is the recipe's.
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
-DEFAULT_METHOD = Recipe.model_fields["method"].default
+DEFAULT_METHOD = Recipe.fields()["method"].default
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 _Merge = TypeVar("_Merge", bound=Recipe)
@@ -165,7 +164,7 @@ def _build_merge(
         return table
     if not isinstance(table, Mapping):
         raise RecipeError(f"{where}: must be a table with the keys of a recipe")
-    for key in table.keys() & {*OF_THE_WHOLE, *RunOptions.model_fields}:
+    for key in table.keys() & {*OF_THE_WHOLE, *RunOptions.fields()}:
         raise RecipeError(f"{where}: {key} is for the whole merge; move it to the top level")
     try:
         document, shown = find_files({**(shared or {}), **table})
@@ -268,7 +267,7 @@ def _build(table: object, kind: type[_Entry], where: str) -> _Entry:
     if not isinstance(table, Mapping):
         path = "the path of a file or directory, or " if kind is ModelEntry else ""
         raise RecipeError(f"{where}must be {path}a table")
-    fields = set(kind.model_fields) - {"settings"}
+    fields = set(kind.fields()) - {"settings"}
     known = fields.union(*(stage.parameters for stage in STAGES.values()))
     for key in table:
         if key not in known:
@@ -303,7 +302,7 @@ def overlaid(
         if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
             moved = {name: given.pop(name) for name in ("base", "models") if name in given}
             outputs = [str(table.get("output")) for table in (document, {**document, **given})]
-            others = set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields)
+            others = set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.fields())
             if others or len({name.endswith(".gguf") for name in outputs}) > 1:
                 del document["output_digest"]
         _lay_over(document, given, spelled)
@@ -415,7 +414,7 @@ def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str
     kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
     rules = recipe.rules_of({n: entry.file for n, entry in kept.items()})
     changed = {"models": tuple(kept.values()), "tensors": rules, "input_digests": None}
-    return recipe.model_copy(update={**changed, **recipe.rows_without(kept.values())})
+    return recipe.changed(**changed, **recipe.rows_without(kept.values()))
 
 
 def get_by_name(recipe: Recipe, name: str) -> Any:
@@ -566,8 +565,7 @@ def _entries(document: dict[str, Any]) -> list[Any]:
     models = document.get("models")
     if not isinstance(models, list | tuple):
         models = [] if models is None else [models]
-    plain: dict[str, Any] = {"mode": "json", "exclude_defaults": True}
-    return [flat(e.model_dump(**plain)) if isinstance(e, ModelEntry) else e for e in models]
+    return [entry.to_tables() if isinstance(entry, ModelEntry) else entry for entry in models]
 
 
 def read_value(text: str) -> Any:

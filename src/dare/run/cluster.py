@@ -312,7 +312,7 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
 
     output = None if recipe.output is None else recipe.output.absolute()
     there = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
-    return Request(recipe.moved(absolute, output), options.model_copy(update=there))
+    return Request(recipe.moved(absolute, output), options.changed(**there))
 
 
 # ---------------------------------------------------------------- the merge

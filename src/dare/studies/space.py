@@ -113,10 +113,10 @@ class Space:
         if not shift:
             return recipe
         entries = tuple(
-            entry if entry.seed is None else entry.model_copy(update={"seed": entry.seed + shift})
+            entry if entry.seed is None else entry.changed(seed=entry.seed + shift)
             for entry in recipe.models
         )
-        return recipe.model_copy(update={"models": entries, "seed": recipe.seed + shift})
+        return recipe.changed(models=entries, seed=recipe.seed + shift)
 
     @property
     def is_listed(self) -> bool:
@@ -336,7 +336,7 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
     else:
         made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
     more = {"gathered": Path(data.norms[ranked.key])} if ranked.key in data.norms else {}
-    return made.model_copy(update={"output": data.output, **more})
+    return made.changed(output=data.output, **more)
 
 
 def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
@@ -361,4 +361,4 @@ def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
     more |= recipe.rows_without(entries)
     bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
     bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
-    return recipe.model_copy(update={**bare, "models": entries, **more})
+    return recipe.changed(**bare, models=entries, **more)
