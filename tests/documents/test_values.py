@@ -146,5 +146,5 @@ def test_forms(hint, form):
 def test_json_has_whole_characters():
     assert read_json(b'["\\u00e9", "\\\\ud800"]') == ["é", "\\ud800"]
     for text in ('["\\uD800"]', '"\ud800"', b'"\xff"', "{"):
-        with pytest.raises(ValueError, match="character|decode|Expecting"):
+        with pytest.raises(ValueError, match=r"character|decode|Expecting"):
             read_json(text)

@@ -44,6 +44,7 @@ from dare.recipe.document import request_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.layers import Gradient
+from dare.recipe.moving import moved
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.stores.locations import home_folder, is_stored, parse_name, to_path
@@ -487,7 +488,7 @@ def _portable_request(plan: Plan) -> Request:
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
     names = distinct([portable_path(path, output) for path in recipe.inputs])
-    portable = recipe.moved(dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
+    portable = moved(recipe, dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
     template = portable.chat_template
     if template not in ("auto", *portable.names) and plan.sidecars is not None:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
@@ -571,7 +572,7 @@ def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]
         digests += [manifest["gathered"]] if "gathered" in manifest else []
         recipe = _recorded_recipe(manifest_file, manifest["recipe"], given)
         output = output_of(manifest_file)
-        repeated = recipe.moved(lambda path: resolve_path(str(path), output), output)
+        repeated = moved(recipe, lambda path: resolve_path(str(path), output), output)
         demanded = {"input_digests": digests, "output_digest": manifest["output"]}
         return {**repeated.to_document(), **demanded}
     except KeyError as error:

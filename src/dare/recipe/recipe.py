@@ -24,7 +24,7 @@ A rule may name a method for its tensors. Where a later rule names another, it d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -237,77 +237,8 @@ class Recipe(Strict):
         return f"{name}: not known{did_you_mean(name, known)}"
 
     def check_together(self) -> None:
-        if problem := next(self._problems(), None):
+        if problem := next(_problems(self), None):
             raise RecipeError(problem)
-
-    def _problems(self) -> Iterator[str]:
-        """Yield what does not go together, where each value alone may be right."""
-        names = {method: [stage.name for stage, _ in c] for method, c in self.chains.items()}
-        for name in self.stages:
-            if name not in STAGES:
-                yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
-            elif not any(name in stages for stages in names.values()):
-                methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
-                yield f"[{name}] would have no effect: {'; '.join(methods)}"
-        for name, entry in zip(self.names, self.models, strict=True):
-            yield from self._override_problems(entry, f"model {name}: ", False)
-        for rule, indices in self.rules:
-            yield from self._override_problems(rule, f"{rule}: ", indices is None)
-        if "" in self.tokens:
-            yield "tokens: a token has no characters; leave it out"
-        _ = self.vocabulary_of, self.token_rows  # refuse models that are not there
-        takes_models = self.chain.combine.models != 0
-        if self.layers and (self.models or takes_models):
-            yield "[[layers]]: models and method belong in its entries, or in [merges.NAME]"
-        elif takes_models and not self.models:
-            yield "no models: name at least one"
-        for combine in (chain.combine for chain in self.chains.values()):
-            if combine.models not in (None, len(self.models)):
-                yield self._wrong_count(combine)
-        if self.format is not None and self.dtype is not None:
-            yield f'format = "{self.format}" says how weights are stored; leave dtype out'
-        if self.input_digests is not None and len(self.input_digests) != len(self.read_files):
-            yield f"input_digests: {len(self.input_digests)} given for {len(self.read_files)} files"
-        drops = any("drop_rate" in s.parameters for s, _ in self.all_stages if s.kind == "delta")
-        if self.embedding_drop_rate is not None and not drops:
-            yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
-
-    def _wrong_count(self, combine: Stage) -> str:
-        """Say how many models a combine stage takes, how many there are, and the remedy."""
-        found = times(len(self.models), "is", "are")
-        said = f"{combine.name} merges {times(combine.models or 0, 'model')}, but {found} given"
-        if combine.interpolates is None:
-            return said
-        if len(self.models) == 1:
-            files = [self.base, self.models[0].file]
-            return f"{said}; to go from the base to it, {written_models(files)}"
-        kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
-        return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
-
-    def _override_problems(
-        self, entry: ModelEntry | TensorRule, where: str, may_combine: bool
-    ) -> Iterator[str]:
-        method = entry.method if isinstance(entry, TensorRule) else None
-        chains = [[s for s, _ in self.chains[m]] for m in ([method] if method else self.chains)]
-        known = {
-            name
-            for stages in chains
-            for stage in stages
-            for name in stage.parameters
-            if (may_combine or stage.kind == "delta") and stage in takers(stages, name)
-        }
-        for name, value in entry.settings.items():
-            if name not in known:
-                yield (
-                    f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
-                    f"known: {', '.join(sorted(known)) or 'none'}"
-                )
-            for stage in (taker for stages in chains for taker in takers(stages, name)):
-                stage.parameters[name].check(value, where)
-        combines = list(map(combine_of, chains))
-        if entry.weight is not None and all(c.default_weight is None for c in combines):
-            takes = ", ".join(combines[0].parameters)
-            yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
 
     @property
     def chain(self) -> Chain:
@@ -537,48 +468,6 @@ class Recipe(Strict):
         others = {"output_digest": None} if fields.keys() - self.marked(SAME_WEIGHTS) else {}
         return super().changed(**others | fields)
 
-    def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
-        """Return the recipe with its files elsewhere; what names a model means the same one."""
-        entries = tuple(
-            entry.changed(file=file) for entry, file in zip(self.models, files, strict=True)
-        )
-        rules = self.rules_of(dict(enumerate(files)))
-        changed = {"base": base, "models": entries, "output": output, "tensors": rules}
-        changed |= self._renamed(("base", *model_names(entries)))
-        return self.changed(**changed, output_digest=self.output_digest)
-
-    def _renamed(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the fields that name inputs, with other names for these."""
-
-        def named(word: str | None) -> str | None:
-            if word is None or word in RESERVED or "{" in word:
-                return word
-            number = self.find_input(word, word)
-            name = word if number is None else names[number]
-            return f"./{name}" if number and name in RESERVED else name
-
-        rows = {t: row.changed(model=named(row.model)) for t, row in self.tokens.items()}
-        fields = ("vocabulary", "copy_from", "chat_template")
-        changed = {"tokens": rows} | {name: named(getattr(self, name)) for name in fields}
-        return {name: value for name, value in changed.items() if value != getattr(self, name)}
-
-    def rows_without(self, kept: Iterable[ModelEntry]) -> dict[str, Any]:
-        """Return the fields for tokens, without the models that are not kept."""
-        files = {entry.file for entry in kept}
-        gone = {1 + n for n, entry in enumerate(self.models) if entry.file not in files}
-        rows = {t: row for t, (number, row) in self.token_rows.items() if number not in gone}
-        vocabulary = "union" if self.vocabulary_of in gone else self.vocabulary
-        return {"tokens": rows, "vocabulary": vocabulary} if gone else {}
-
-    def rules_of(self, files: Mapping[int, Path]) -> tuple[TensorRule, ...]:
-        """Return the rules that concern some models, by number, with the files that these get."""
-        rules = []
-        for rule, indices in self.rules:
-            own = tuple(str(files[index]) for index in indices or () if index in files)
-            if indices is None or own:
-                rules.append(rule if indices is None else rule.changed(model=own))
-        return tuple(rules)
-
     @property
     def has_gradients(self) -> bool:
         """True if a value changes over the layers, so that the depth of a tensor matters."""
@@ -624,21 +513,6 @@ class Recipe(Strict):
         """All files and directories that it names."""
         return self.inputs if self.output is None else (*self.inputs, self.output)
 
-    def moved(self, move: Callable[[Path], Path], output: Path | None = None) -> Self:
-        """Return the recipe with all that it reads elsewhere, and another output."""
-
-        def place(file: Path) -> Path:
-            return file if str(file) in self.merges else move(file)
-
-        inner: dict[str, Any] = {
-            "merges": {name: merge.moved(place) for name, merge in self.merges.items()},
-            "layers": tuple(entry.moved(place) for entry in self.layers),
-            **({"gathered": place(self.gathered)} if self.gathered else {}),
-        }
-        files = [place(entry.file) for entry in self.models]
-        moved = self.with_files(place(self.base), files, output)
-        return moved.changed(**inner, output_digest=self.output_digest)
-
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
         return write_toml(self.to_tables())
@@ -682,6 +556,78 @@ class Layers(Recipe):
         tables = super().to_tables()
         rest = {k: v for k, v in tables.items() if k not in ("base", "models", "method")}
         return tables if self.models else {"model": tables["base"], **rest}
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what does not go together, where each value alone may be right."""
+    names = {method: [stage.name for stage, _ in c] for method, c in recipe.chains.items()}
+    for name in recipe.stages:
+        if name not in STAGES:
+            yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
+        elif not any(name in stages for stages in names.values()):
+            methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
+            yield f"[{name}] would have no effect: {'; '.join(methods)}"
+    for name, entry in zip(recipe.names, recipe.models, strict=True):
+        yield from _override_problems(recipe, entry, f"model {name}: ", False)
+    for rule, indices in recipe.rules:
+        yield from _override_problems(recipe, rule, f"{rule}: ", indices is None)
+    if "" in recipe.tokens:
+        yield "tokens: a token has no characters; leave it out"
+    _ = recipe.vocabulary_of, recipe.token_rows  # refuse models that are not there
+    takes_models = recipe.chain.combine.models != 0
+    if recipe.layers and (recipe.models or takes_models):
+        yield "[[layers]]: models and method belong in its entries, or in [merges.NAME]"
+    elif takes_models and not recipe.models:
+        yield "no models: name at least one"
+    for combine in (chain.combine for chain in recipe.chains.values()):
+        if combine.models not in (None, len(recipe.models)):
+            yield _wrong_count(recipe, combine)
+    if recipe.format is not None and recipe.dtype is not None:
+        yield f'format = "{recipe.format}" says how weights are stored; leave dtype out'
+    if recipe.input_digests is not None and len(recipe.input_digests) != len(recipe.read_files):
+        yield f"input_digests: {len(recipe.input_digests)} given for {len(recipe.read_files)} files"
+    drops = any("drop_rate" in s.parameters for s, _ in recipe.all_stages if s.kind == "delta")
+    if recipe.embedding_drop_rate is not None and not drops:
+        yield f"embedding_drop_rate would have no effect: method {recipe.method!r} drops nothing"
+
+
+def _wrong_count(recipe: Recipe, combine: Stage) -> str:
+    """Say how many models a combine stage takes, how many there are, and the remedy."""
+    found = times(len(recipe.models), "is", "are")
+    said = f"{combine.name} merges {times(combine.models or 0, 'model')}, but {found} given"
+    if combine.interpolates is None:
+        return said
+    if len(recipe.models) == 1:
+        files = [recipe.base, recipe.models[0].file]
+        return f"{said}; to go from the base to it, {written_models(files)}"
+    kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
+    return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
+
+
+def _override_problems(
+    recipe: Recipe, entry: ModelEntry | TensorRule, where: str, may_combine: bool
+) -> Iterator[str]:
+    method = entry.method if isinstance(entry, TensorRule) else None
+    chains = [[s for s, _ in recipe.chains[m]] for m in ([method] if method else recipe.chains)]
+    known = {
+        name
+        for stages in chains
+        for stage in stages
+        for name in stage.parameters
+        if (may_combine or stage.kind == "delta") and stage in takers(stages, name)
+    }
+    for name, value in entry.settings.items():
+        if name not in known:
+            yield (
+                f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
+                f"known: {', '.join(sorted(known)) or 'none'}"
+            )
+        for stage in (taker for stages in chains for taker in takers(stages, name)):
+            stage.parameters[name].check(value, where)
+    combines = list(map(combine_of, chains))
+    if entry.weight is not None and all(c.default_weight is None for c in combines):
+        takes = ", ".join(combines[0].parameters)
+        yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
 
 
 def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from dare.output.sink import ArraySink, Bytes
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.document import ADDITION, TOO_DEEP
+from dare.recipe.document import TOO_DEEP
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Layers, Recipe, Request
@@ -57,6 +57,7 @@ from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions
 from dare.run.threads import Batch, Id, Results, Step
 from dare.run.worker import Make, Merger, Worker, conclusions_of, list_surveys, sources_of
+from dare.stages import find_stage
 from dare.tensors.chunks import CHUNK, chunk_span
 from dare.tensors.names import comes_before_layers
 
@@ -297,7 +298,7 @@ def _as_model(recipe: Layers, inputs: Inputs, number: int, options: RunOptions) 
         return model
     aligned = replace(inputs.aligned, models=(model,))
     alone = replace(inputs, names=inputs.names[number : number + 1], aligned=aligned)
-    made = Recipe(base=recipe.base, models=[entry.file], method=ADDITION)
+    made = Recipe(base=recipe.base, models=[entry.file], method=find_stage(adds_up=True).name)
     return MergedSource(_plan_inner(made, alone, options))
 
 

@@ -18,15 +18,17 @@ from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import (
     FIELDS,
     INCLUDE,
-    OF_MODELS,
+    MODEL_SETTINGS,
     applies,
     get_by_name,
+    parameter_names,
     request_from_document,
     with_settings,
 )
+from dare.recipe.moving import rows_without
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.stages import STAGES, parse_method
+from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
 SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
@@ -94,7 +96,7 @@ class Space:
                 raise RecipeError(f"over {name}: write true,false, or change the recipe's models")
         if "seed" in self.over:
             raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
-        known = {*FIELDS, *OF_MODELS, *(p for stage in STAGES.values() for p in stage.parameters)}
+        known = {*FIELDS, *MODEL_SETTINGS, *parameter_names()}
         for name, dimension in self.over.items():
             if "." not in name and name not in known:
                 raise RecipeError(f"over: there is no setting {name!r}{did_you_mean(name, known)}")
@@ -358,7 +360,7 @@ def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
     """Return a method with nothing set but what says how inputs fit together."""
     entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
-    more |= recipe.rows_without(entries)
+    more |= rows_without(recipe, entries)
     bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
     bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
     return recipe.changed(**bare, models=entries, **more)
