@@ -363,4 +363,4 @@ def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
     more |= rows_without(recipe, entries)
     bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
     bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
-    return recipe.changed(**bare, models=entries, **more)
+    return recipe.changed(models=entries, **bare | more)
