@@ -51,11 +51,14 @@ class WrongValueError(ValueError):
         return ": ".join(filter(None, (".".join(map(str, self.place)), self.text)))
 
 
-COMPARISONS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "le": (operator.le, "less than or equal to"),
-    "lt": (operator.lt, "less than"),
-    "ge": (operator.ge, "greater than or equal to"),
-    "gt": (operator.gt, "greater than"),
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
+
+# The bounds of numbers by name: the comparison, its words, and its name in JSON Schema.
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str, str]] = {
+    "le": (operator.le, "less than or equal to", "maximum"),
+    "lt": (operator.lt, "less than", "exclusiveMaximum"),
+    "ge": (operator.ge, "greater than or equal to", "minimum"),
+    "gt": (operator.gt, "greater than", "exclusiveMinimum"),
 }
 
 
@@ -80,7 +83,7 @@ class Limits:
         """Return a check with these limits behind it."""
         bounds = [
             (holds, bound, f"must be {words} {bound}")
-            for name, (holds, words) in COMPARISONS.items()
+            for name, (holds, words, _) in _BOUNDS.items()
             if (bound := getattr(self, name)) is not None
         ]
 
@@ -93,13 +96,11 @@ class Limits:
                     if not holds(value, bound):
                         raise WrongValueError(text, given)
             elif isinstance(value, str | tuple):
-                what = "character" if isinstance(value, str) else "value"
+                parts = "character" if isinstance(value, str) else "value"
                 if len(value) < self.min_length:
-                    text = f"must have at least {times(self.min_length, what)}"
-                    raise WrongValueError(text, given)
+                    raise WrongValueError(f"needs at least {times(self.min_length, parts)}", given)
                 if self.max_length is not None and len(value) > self.max_length:
-                    text = f"must have at most {times(self.max_length, what)}"
-                    raise WrongValueError(text, given)
+                    raise WrongValueError(f"has more than {times(self.max_length, parts)}", given)
                 if self.pattern and not re.fullmatch(self.pattern, str(value)):
                     raise WrongValueError(f"must match {self.pattern}", given)
             return value
@@ -184,10 +185,8 @@ def check_of(hint: Any) -> Check:
         return partial(_check_union, kinds, NoneType in inner)
     if origin is dict:
         return partial(_check_dictionary, *map(check_of, inner))
-    if origin is list:
-        return partial(_check_list, check_of(inner[0]))
-    if origin is tuple and inner[1:] == (...,):
-        return partial(_check_tuple, check_of(inner[0]))
+    if origin is list or inner[1:] == (...,):
+        return partial(_check_many, origin, check_of(inner[0]))
     if origin is tuple:
         return partial(_check_entries, [check_of(kind) for kind in inner])
     return _CHECKS.get(hint) or _check_of_class(hint)
@@ -217,9 +216,9 @@ def _maker_of(kind: Any) -> Check:
 # ---------------------------------------------------------------- single values
 
 
-def _check_whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WrongValueError("must be a valid integer", value)
+def _check_plain(kind: type, called: str, value: Any) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise WrongValueError(f"must be a valid {called}", value)
     return value
 
 
@@ -234,20 +233,9 @@ def _check_number(value: Any) -> float:
         raise WrongValueError("must be a valid number", value) from None
 
 
-def _check_switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise WrongValueError("must be a valid boolean", value)
-    return value
-
-
-def _check_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise WrongValueError("must be a valid string", value)
-    return value
-
-
 _CHECKS: dict[Any, Check] = {
-    **{int: _check_whole, float: _check_number, bool: _check_switch, str: _check_text},
+    **{kind: partial(_check_plain, kind, _TYPES[kind]) for kind in (int, bool, str)},
+    float: _check_number,
     Any: lambda value: value,
 }
 
@@ -284,16 +272,11 @@ def _check_at(check: Check, value: Any, *keys: Any) -> Any:
         raise fault.inside(*keys) from None
 
 
-def _check_list(check: Check, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise WrongValueError("must be a valid list", value)
-    return [_check_at(check, entry, number) for number, entry in enumerate(value)]
-
-
-def _check_tuple(check: Check, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise WrongValueError("must be a valid tuple", value)
-    return tuple([_check_at(check, entry, number) for number, entry in enumerate(value)])
+def _check_many(kind: Any, check: Check, value: Any) -> Any:
+    """Return a list or a tuple of values of one type."""
+    if not isinstance(value, (list, kind)):
+        raise WrongValueError(f"must be a valid {kind.__name__}", value)
+    return kind([_check_at(check, entry, number) for number, entry in enumerate(value)])
 
 
 def _check_entries(checks: Sequence[Check], value: Any) -> tuple[Any, ...]:
@@ -335,9 +318,6 @@ def _make_dataclass(kind: type, checks: Mapping[str, Check], required: set[str],
 
 # ---------------------------------------------------------------- types, described
 
-_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
-
 
 def form_of(hint: Any) -> dict[str, Any]:
     """Describe a type in the words of JSON Schema.
@@ -349,7 +329,7 @@ def form_of(hint: Any) -> dict[str, Any]:
     if origin is Annotated:
         form = form_of(inner[0])
         for limits in (mark for mark in inner[1:] if isinstance(mark, Limits)):
-            bounds = {name: getattr(limits, bound) for bound, name in _BOUNDS.items()}
+            bounds = {name: getattr(limits, bound) for bound, (_, _, name) in _BOUNDS.items()}
             given = {name: bound for name, bound in bounds.items() if bound is not None}
             for choice in form.get("anyOf", [form]):
                 if choice.get("type") in ("integer", "number"):
