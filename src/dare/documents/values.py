@@ -176,7 +176,10 @@ def check_of(hint: Any) -> Check:
     if origin is Annotated:
         check = check_of(inner[0])
         for mark in inner[1:]:
-            check = mark.around(check) if isinstance(mark, Limits | Before | After) else check
+            if isinstance(mark, Limits | Before | After):
+                check = mark.around(check)
+            elif type(mark).__module__.startswith("pydantic"):  # its limits would not hold
+                raise TypeError(f'{mark!r}: write meaning("…", gt=0) of dare.stages.registry')
         return check
     if origin is Literal:
         return partial(_check_choice, inner)
@@ -194,6 +197,8 @@ def check_of(hint: Any) -> Check:
 
 @cache
 def _check_of_class(kind: Any) -> Check:
+    if not isinstance(kind, type):
+        raise TypeError(f"{kind}: no type that values can be checked against")
     if issubclass(kind, Enum):
         words = [member.value for member in kind]
         return lambda value: kind(_check_choice(words, value))

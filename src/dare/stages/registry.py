@@ -41,7 +41,7 @@ from importlib.machinery import PathFinder
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
 from dare.documents.values import Limits, WrongValueError, check_of, form_of
@@ -343,25 +343,16 @@ def _register(kind: Kind, declared: Mapping[str, Any], function: Function) -> Fu
     if (declared.get("sees", "element") == "element") != (declared.get("survey") is None):
         raise TypeError(f'{name}: a stage with sees = "tensor" has a survey, and no other does')
     hints = get_type_hints(function, include_extras=True)
-    for parameter, hint in hints.items():
-        if any(type(mark).__module__.startswith("pydantic.") for mark in _marks(hint)):
-            remedy = 'write meaning("…", gt=0) of dare.stages.registry'
-            raise TypeError(f"{name}: {parameter}: pydantic's Field is not read any more; {remedy}")
     parameters = {
         parameter.name: Parameter(parameter.name, parameter.default, hints[parameter.name])
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
+    for parameter in parameters.values():
+        check_of(parameter.hint)  # refuses a type that values cannot be checked against
     parameters |= declared.get("parameters", {})
     STAGES[name] = Stage(name, kind, function, **{**declared, "parameters": parameters})
     return function
-
-
-def _marks(hint: Any) -> Iterator[Any]:
-    """Yield what stands beside a type in `Annotated`, and beside the types in it."""
-    yield from getattr(hint, "__metadata__", ())
-    for inner in get_args(hint):
-        yield from _marks(inner)
 
 
 # ---------------------------------------------------------------- methods
