@@ -18,10 +18,11 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
+from itertools import repeat
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -86,26 +87,13 @@ class Limits:
             for name, (holds, words, _) in _BOUNDS.items()
             if (bound := getattr(self, name)) is not None
         ]
-
-        def limited(given: Any) -> Any:
-            value = check(given)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if not self.allow_inf_nan and not math.isfinite(value):
-                    raise WrongValueError("must be a finite number", given)
-                for holds, bound, text in bounds:
-                    if not holds(value, bound):
-                        raise WrongValueError(text, given)
-            elif isinstance(value, str | tuple):
-                parts = "character" if isinstance(value, str) else "value"
-                if len(value) < self.min_length:
-                    raise WrongValueError(f"needs at least {times(self.min_length, parts)}", given)
-                if self.max_length is not None and len(value) > self.max_length:
-                    raise WrongValueError(f"has more than {times(self.max_length, parts)}", given)
-                if self.pattern and not re.fullmatch(self.pattern, str(value)):
-                    raise WrongValueError(f"must match {self.pattern}", given)
-            return value
-
-        return limited
+        if not self.allow_inf_nan:
+            bounds.insert(0, (lambda value, _: math.isfinite(value), 0, "must be a finite number"))
+        if bounds:
+            check = partial(_check_bounds, check, bounds)
+        if self.min_length or self.max_length is not None or self.pattern:
+            check = partial(_check_length, check, self)
+        return check
 
 
 @dataclass(frozen=True)
@@ -254,6 +242,29 @@ def _check_choice(choices: Sequence[Any], value: Any) -> Any:
     raise WrongValueError(f"must be {known}{did_you_mean(str(value), words)}", value)
 
 
+def _check_bounds(check: Check, bounds: Sequence[tuple[Any, float, str]], given: Any) -> Any:
+    value = check(given)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        for holds, bound, text in bounds:
+            if not holds(value, bound):
+                raise WrongValueError(text, given)
+    return value
+
+
+def _check_length(check: Check, limits: Limits, given: Any) -> Any:
+    value = check(given)
+    if not isinstance(value, (str, tuple)):
+        return value
+    parts = "character" if isinstance(value, str) else "value"
+    if len(value) < limits.min_length:
+        raise WrongValueError(f"needs at least {times(limits.min_length, parts)}", given)
+    if limits.max_length is not None and len(value) > limits.max_length:
+        raise WrongValueError(f"has more than {times(limits.max_length, parts)}", given)
+    if limits.pattern and not re.fullmatch(limits.pattern, str(value)):
+        raise WrongValueError(f"must match {limits.pattern}", given)
+    return value
+
+
 # ---------------------------------------------------------------- values made of others
 
 
@@ -277,18 +288,28 @@ def _check_at(check: Check, value: Any, *keys: Any) -> Any:
         raise fault.inside(*keys) from None
 
 
+def _check_each(checks: Iterable[Check], values: Iterable[Any]) -> list[Any]:
+    """Return checked values; a fault has the number of the value."""
+    made: list[Any] = []
+    try:
+        for check, value in zip(checks, values, strict=False):
+            made.append(check(value))
+    except WrongValueError as fault:
+        raise fault.inside(len(made)) from None
+    return made
+
+
 def _check_many(kind: Any, check: Check, value: Any) -> Any:
     """Return a list or a tuple of values of one type."""
     if not isinstance(value, (list, kind)):
         raise WrongValueError(f"must be a valid {kind.__name__}", value)
-    return kind([_check_at(check, entry, number) for number, entry in enumerate(value)])
+    return kind(_check_each(repeat(check), value))
 
 
 def _check_entries(checks: Sequence[Check], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple) or len(value) != len(checks):
         raise WrongValueError(f"must be a valid tuple of {len(checks)}", value)
-    each = zip(checks, value, range(len(checks)), strict=True)
-    return tuple([_check_at(*entry) for entry in each])
+    return tuple(_check_each(checks, value))
 
 
 def _check_dictionary(check_key: Check, check: Check, value: Any) -> dict[Any, Any]:
