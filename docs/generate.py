@@ -29,6 +29,7 @@ from dare.analysis.judge.judgement import Verdict
 from dare.analysis.judge.readiness import RULES, STOPPING
 from dare.documents.charts import THEMES
 from dare.documents.notices import LIMITS, NoticeKind, Severity, catalogue
+from dare.documents.values import form_of
 from dare.documents.words import times
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
@@ -339,39 +340,26 @@ def names() -> str:
 
 
 def _fields(model: Any, homes: Mapping[str, str]) -> str:
-    schema = model.model_json_schema(by_alias=False)
-    own = schema["$defs"][model.__name__] if "$ref" in schema else schema  # it contains itself
-    properties = own["properties"]
     rows = []
-    for name, field in model.model_fields.items():
-        described = properties[name]
-        default = (
-            "required"
-            if field.is_required()
-            else _value(field.get_default(call_default_factory=True))
-        )
-        text = " ".join((field.description or "").split())
-        kind = KINDS.get(name) or _kind(described, schema)
+    for name, field in model.fields().items():
+        default = "required" if field.is_required else _value(field.default)
+        kind = KINDS.get(name) or _kind(form_of(field.hint))
         if name == "settings":
             default = "as elsewhere"
-        rows.append((f"`{homes.get(name, name)}`", kind, default, text))
+        rows.append((f"`{homes.get(name, name)}`", kind, default, field.description))
     return _table(("key", "value", "default", "meaning"), rows)
 
 
-def _kind(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+def _kind(schema: Mapping[str, Any]) -> str:
     """What a field may hold, in words."""
-    if "$ref" in schema:
-        return "table"
     if "anyOf" in schema:
-        kinds = [_kind(choice, whole) for choice in schema["anyOf"] if choice.get("type") != "null"]
+        kinds = [_kind(choice) for choice in schema["anyOf"] if choice.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "enum" in schema:
         return " or ".join(f'`"{value}"`' for value in schema["enum"])
-    if "const" in schema:
-        return f'`"{schema["const"]}"`'
     kind = schema.get("type")
     if kind == "array":
-        return f"list of {_plural(_kind(schema.get('items', {}), whole))}"
+        return f"list of {_plural(_kind(schema['items']))}"
     if kind == "object":
         return "table"
     words = {"integer": "whole number", "number": "number", "boolean": "true or false"}
@@ -390,7 +378,12 @@ def _bounds(schema: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _plural(word: str) -> str:
-    return {"text": "texts", "path": "paths", "table": "paths or tables"}.get(word, word)
+    return {
+        "text": "texts",
+        "path": "paths",
+        "table": "paths or tables",
+        "whole number": "whole numbers",
+    }.get(word, word)
 
 
 # ---------------------------------------------------------------- analysis

@@ -47,7 +47,7 @@ def test_every_form_is_the_same_recipe(form):
 
 
 def test_every_setting_has_a_type():
-    known = {*Recipe.model_fields, *RunOptions.model_fields, *parameter_names()}
+    known = {*Recipe.fields(), *RunOptions.fields(), *parameter_names()}
     explicit = {"base", "models", "output", "method"}
     assert {*get_type_hints(Settings)} == (known | {"weight", "model_seed"}) - explicit
     for function in (dare.merge, dare.plan, dare.merge_arrays):

@@ -393,7 +393,7 @@ def _array_request(
     if model_settings is None:
         return request
     entries = [
-        entry.model_copy(update={"settings": {**entry.settings, **parameters}})
+        entry.changed(settings={**entry.settings, **parameters})
         for entry, parameters in zip(request.recipe.models, model_settings, strict=True)
     ]
-    return replace(request, recipe=request.recipe.model_copy(update={"models": entries}))
+    return replace(request, recipe=request.recipe.changed(models=entries))

@@ -26,9 +26,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 PACKAGE = str(Path(__file__).parent)
 
@@ -147,17 +146,6 @@ def no_such_file(path: Path) -> InputError:
     others = [name for name in names if re.sub(r"\d", "", name) != re.sub(r"\d", "", path.name)]
     longer = next((name for name in others if name.startswith(f"{path.name}.")), path.name)
     return InputError(f"{path}: no such file{did_you_mean(longer, others)}")
-
-
-def fault_text(fault: Mapping[str, Any]) -> str:
-    """Return what pydantic says is wrong with a value, in our words.
-
-    >>> fault_text({"type": "literal_error", "msg": "Input should be 'a' or 'row'", "input": "rw"})
-    "must be 'a' or 'row' (did you mean 'row'?)"
-    """
-    said = fault["msg"].replace("Input should", "must")
-    known = re.findall("'([^']+)'", said) if fault["type"] == "literal_error" else []
-    return f"{said}{did_you_mean(str(fault['input']), known)}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -343,7 +343,6 @@ def test_completion_is_installed_once(tmp_path, monkeypatch):
 
 HEAVY = (
     "numpy",
-    "pydantic",
     "torch",
     "rich.console",
     "dare.api",

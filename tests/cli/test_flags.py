@@ -51,7 +51,7 @@ def recipe_file(folder: Path) -> Path:
 def test_every_field_of_a_recipe_has_a_flag():
     # each parameter's own flag; --quiet; dare search; a table of a recipe
     elsewhere = {"stages", "verbose", "search", "tokens", "merges", "layers"}
-    known = {*Recipe.model_fields, *RunOptions.model_fields}
+    known = {*Recipe.fields(), *RunOptions.fields()}
     assert set(FIELDS) | elsewhere == known - {"backend"}  # which is for Python alone
     assert not set(FIELDS) & elsewhere
 
@@ -265,11 +265,10 @@ def test_help_explains_every_flag(monkeypatch):
 A_NEW_STAGE = """
 import sys
 from typing import Annotated
-from pydantic import Field
-from dare.stages.registry import delta_stage
+from dare.stages.registry import delta_stage, meaning
 
 @delta_stage()
-def shrink(block, *, by: Annotated[float, Field(gt=0, description="What to divide by.")] = 2.0):
+def shrink(block, *, by: Annotated[float, meaning("What to divide by.", gt=0)] = 2.0):
     "Divide each delta."
     block.factor /= by
 

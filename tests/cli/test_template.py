@@ -34,7 +34,7 @@ def said_by(request: Request) -> dict[str, object]:
     The template writes defaults out, so that they can be changed; they say nothing new.
     """
     recipe, chain = request.recipe, [(s.name, settings) for s, settings in request.recipe.chain]
-    fields = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    fields = {name: getattr(recipe, name) for name in Recipe.fields()}
     return fields | {"stages": chain, "options": request.options}
 
 

@@ -142,7 +142,7 @@ def test_help_is_a_screen_and_a_half(page):
     for name in (*fields, "drop-rate", "weight", "overwrite", "quiet"):
         assert f"\n  --{name}" in flags
     for name in ("method", "seed"):
-        assert f"({Recipe.model_fields[name].default})\n" in flags
+        assert f"({Recipe.fields()[name].default})\n" in flags
     assert f"({STAGES['dare'].parameters['drop_rate'].default})\n" in flags
     commands = [line[2:].split()[0] for line in text.splitlines() if line.startswith("│ ")]
     assert sorted(commands) == sorted(COMMANDS)  # each in one line

@@ -20,6 +20,7 @@ from dare.inputs.delta_files import DeltaSource
 from dare.inputs.opening import open_model
 from dare.inputs.sources import open_source
 from dare.recipe.document import request_from_document
+from dare.recipe.moving import with_files
 from dare.tensors.chunks import CHUNK
 from helpers import listing, read_elements, save, save_shards, sha256
 
@@ -360,7 +361,7 @@ def test_merging_delta_files_gives_the_file_that_merging_the_models_gives(three,
     assert from_deltas.bytes_read < 0.6 * whole.bytes_read
     assert from_deltas.digests.models == whole.digests.models
     again = dare.load_recipe(tmp_path / "b.safetensors")  # the models will do as well
-    again = again.recipe.with_files(base, models, tmp_path / "c.safetensors")
+    again = with_files(again.recipe, base, models, tmp_path / "c.safetensors")
     dare.merge(again, verbose=False)
     assert sha256(tmp_path / "c.safetensors") == sha256(tmp_path / "a.safetensors")
 

@@ -181,7 +181,7 @@ def codes(notices):
 
 
 def test_plan_merge_and_analysis_say_that_statistics_are_merged(cnns):
-    average = cnns.model_copy(update={"method": "linear", "output": Path("out.safetensors")})
+    average = cnns.changed(method="linear", output=Path("out.safetensors"))
     plan = dare.plan(average)
     (found,) = [each for each in plan.warnings if each.code == "merged_statistics"]
     assert "recompute_norms" in found.remedy
@@ -191,7 +191,7 @@ def test_plan_merge_and_analysis_say_that_statistics_are_merged(cnns):
     files = ["math.safetensors", "code.safetensors"]
     analyses = [dare.analyze("base.safetensors", files[:n], verbose=False) for n in (1, 2)]
     assert ["merged_statistics" in codes(each.notes) for each in analyses] == [False, True]
-    alone = average.model_copy(update={"models": cnns.models[:1]})
+    alone = average.changed(models=cnns.models[:1])
     assert "merged_statistics" not in codes(dare.plan(alone).warnings)
 
 
@@ -235,10 +235,10 @@ def scorer(request, cnns, monkeypatch):
 
 
 def test_candidates_are_scored_with_statistics_of_their_own(scorer, cnns):
-    average = cnns.model_copy(update={"method": "linear"})
+    average = cnns.changed(method="linear")
     scorer.make(average)
     scored = scorer.score()
-    merged = average.model_copy(update={"output": Path("merged.safetensors")})
+    merged = average.changed(output=Path("merged.safetensors"))
     dare.merge(dare.Request(merged).changed(verbose=False))
     model = small_cnn().eval()
     model.load_state_dict(load_file("merged.safetensors"))
@@ -246,7 +246,7 @@ def test_candidates_are_scored_with_statistics_of_their_own(scorer, cnns):
     assert scored.scores["mean"] == pytest.approx(float(model[1].running_mean.sum()), rel=1e-5)
 
     assert scorer.gather_norms(Path("norms.safetensors"), average)
-    kept = merged.model_copy(update={"gathered": Path("norms.safetensors")})
+    kept = merged.changed(gathered=Path("norms.safetensors"))
     report = dare.merge(dare.Request(kept).changed(verbose=False), overwrite=True)
     assert "merged_statistics" not in codes(report.warnings)
     found = load_file("merged.safetensors")
@@ -267,7 +267,7 @@ def test_candidates_are_scored_with_statistics_of_their_own(scorer, cnns):
 
 def test_a_scorer_gathers_what_regmean_needs(scorer, cnns):
     alone = {
-        name: (cnns.model_copy(update={"models": (entry,), "method": "linear"}), [str(seed)])
+        name: (cnns.changed(models=(entry,), method="linear"), [str(seed)])
         for seed, (name, entry) in enumerate(zip(cnns.names, cnns.models, strict=True), start=1)
     }
     scorer.gather(Path("grams.safetensors"), alone)
@@ -278,10 +278,10 @@ def test_a_scorer_gathers_what_regmean_needs(scorer, cnns):
     found = read(Path("grams.safetensors"), "code", "5.weight")
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
-    regmean = cnns.model_copy(update={"method": "regmean", "gathered": Path("grams.safetensors")})
+    regmean = cnns.changed(method="regmean", gathered=Path("grams.safetensors"))
     digest = scorer.make(regmean)
     assert digest == dare.Candidates(regmean).make().digest
-    assert digest != scorer.make(cnns.model_copy(update={"method": "linear"}))
+    assert digest != scorer.make(cnns.changed(method="linear"))
     assert scorer.gather_norms(Path("both.safetensors"), regmean)
     with Gathered(Path("both.safetensors")) as both:
         assert len(both.tensors) == 4
@@ -302,7 +302,7 @@ def test_statistics_of_another_shape_are_refused(cnns):
     for tensors in ({"1.running_mean": np.ones(4, np.float32)}, {"2.x": np.ones(3, np.float32)}):
         write_gathered("norms.safetensors", tensors)
         with pytest.raises(InputError, match="in the base; gather it again"):
-            dare.plan(cnns.model_copy(update={"gathered": Path("norms.safetensors")}))
+            dare.plan(cnns.changed(gathered=Path("norms.safetensors")))
 
 
 def test_modules_without_statistics_are_no_such_norms():

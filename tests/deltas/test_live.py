@@ -5,6 +5,7 @@ import gc
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -456,9 +457,9 @@ def test_threads_wait_for_each_other(tmp_path):
 def test_a_result_that_is_not_the_fine_tune_is_put_back(tmp_path):
     base, tuned = small_model()
     delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
-    wrong = delta.notes.tensors["a.weight"].model_copy(update={"model": "0" * 32})
+    wrong = replace(delta.notes.tensors["a.weight"], model="0" * 32)
     tensors = {**delta.notes.tensors, "a.weight": wrong}
-    delta.notes = delta.notes.model_copy(update={"tensors": tensors})
+    delta.notes = replace(delta.notes, tensors=tensors)
     refused(delta, model := copies(base), r"a\.weight")
     with pytest.raises(InputError, match="not applied"):
         delta.remove_(model)

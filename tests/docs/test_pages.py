@@ -120,7 +120,7 @@ def test_recipe_has_every_key(generate: ModuleType) -> None:
     text = generate.recipe()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for model, homes in ((Recipe, generate.HOMES), (ModelEntry, {}), (TensorRule, {})):
-        for name, field in model.model_fields.items():
+        for name, field in model.fields().items():
             key = "drop_rate, …" if name == "settings" else homes.get(name, name)
             found = [row for row in rows if row.startswith(f"| `{key}` |")]
             assert found, f"{key} is missing"

@@ -114,8 +114,8 @@ def test_a_card_of_the_base_that_says_nothing_of_use_is_passed_over(
 @pytest.mark.parametrize("name", ["no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"])
 def test_any_name_is_valid_in_the_front_matter(name: str, tmp_path: Path) -> None:
     planned, report = merge_in(tmp_path, output=tmp_path / "out")
-    entry = planned.recipe.models[0].model_copy(update={"file": Path(name)})
-    recipe = planned.recipe.model_copy(update={"models": (entry, planned.recipe.models[1])})
+    entry = planned.recipe.models[0].changed(file=Path(name))
+    recipe = planned.recipe.changed(models=(entry, planned.recipe.models[1]))
     card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
     assert name in front_matter(card)["base_model"]
 
@@ -181,6 +181,6 @@ def test_the_text_does_not_depend_on_place_or_time(tmp_path: Path) -> None:
 
 def test_a_recipe_cannot_end_its_own_block(merged: tuple[Plan, Report]) -> None:
     planned, report = merged
-    recipe = planned.recipe.model_copy(update={"output": Path("a```b")})
+    recipe = planned.recipe.changed(output=Path("a```b"))
     card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
     assert "\n````toml\n" in card

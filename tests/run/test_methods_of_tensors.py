@@ -127,7 +127,7 @@ def test_an_output_is_repeated_from_its_manifest(whole, tmp_path):
 def test_what_a_rules_method_depends_on_is_a_part_of_the_merge(whole):
     given = dare.load_recipe(whole).recipe
     plans = [
-        dare.plan(given.model_copy(update={"output_digest": None, **changes}))
+        dare.plan(given.changed(output_digest=None, **changes))
         for changes in (
             {},
             {"stages": {**given.stages, "slerp": {"t": 0.5}}},

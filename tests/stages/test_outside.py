@@ -22,11 +22,10 @@ from helpers import save
 HALVE = '''
 """Half of every change."""
 from typing import Annotated
-from pydantic import Field
 from dare.stages.blocks import Block
-from dare.stages.registry import delta_stage
+from dare.stages.registry import delta_stage, meaning
 
-Share = Annotated[float, Field(gt=0, le=1, description="What is left of a change.")]
+Share = Annotated[float, meaning("What is left of a change.", gt=0, le=1)]
 
 @delta_stage()
 def shrink(block: Block, *, share: Share = 0.5) -> None:
@@ -116,6 +115,21 @@ def test_help_and_the_list_of_methods_have_them(folder):
     stage = "--stage", folder / "shrink.py"
     assert "Leave a share of every change." in run_dare("methods", "shrink", *stage)
     assert "--share" in run_dare("merge", *stage, "--help-all")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "remedy"),
+    [
+        ('meaning("What is left of a change.", gt=0, le=1)', "Field(gt=0)", r"write meaning\("),
+        ("Share = Annotated[float, ", "Share = Annotated[Sequence[float], ", "checked against"),
+    ],
+)
+def test_types_that_cannot_be_checked_are_refused_when_the_file_is_loaded(folder, old, new, remedy):
+    pytest.importorskip("pydantic")
+    imports = "from collections.abc import Sequence\nfrom pydantic import Field\n"
+    (folder / "shrink.py").write_text(imports + HALVE.replace(old, new))
+    with pytest.raises(InputError, match=rf"shrink\.py: its stages cannot be loaded: .*{remedy}"):
+        dare.load_stages(folder / "shrink.py")
 
 
 def test_from_python(folder):

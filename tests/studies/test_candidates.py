@@ -128,7 +128,7 @@ def test_two_models_by_slerp_with_a_large_tensor_and_two_threads(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["F32", "F16"])
 def test_another_type_of_output(held, dtype):
-    candidate = check_like_merge(held, held.recipe.model_copy(update={"dtype": dtype}))
+    candidate = check_like_merge(held, held.recipe.changed(dtype=dtype))
     assert candidate.arrays["scale"].dtype == STORAGE_TYPES[dtype].numpy_type
     assert candidate.arrays["steps"].dtype == np.int64
 
@@ -158,7 +158,7 @@ def tied_files(folder, **settings):
 
 def test_a_tied_tensor_is_held_once_and_merged_as_one(tmp_path):
     recipe = tied_files(tmp_path)
-    alone = recipe.model_copy(update={"models": recipe.models[:1]})
+    alone = recipe.changed(models=recipe.models[:1])
     candidates = dare.Candidates(alone)
     candidate = check_like_merge(candidates, {"drop_rate": 0.5})
     assert candidate.arrays[HEAD].tobytes() == candidate.arrays[EMBEDDING].tobytes()
@@ -174,7 +174,7 @@ def test_a_tied_tensor_is_held_once_and_merged_as_one(tmp_path):
 @pytest.mark.parametrize("places", [(0,), (2,), (2, 0), (1, 2, 0)])
 def test_some_of_the_models_in_any_order(held, three, places):
     models = tuple(three.models[place] for place in places)
-    check_like_merge(held, three.model_copy(update={"models": models, "method": "dare+ties"}))
+    check_like_merge(held, three.changed(models=models, method="dare+ties"))
 
 
 @pytest.mark.parametrize("settings", [{}, {"method": "dare+ties"}, {"weight.adapter": 0.0}])
@@ -191,7 +191,7 @@ def test_an_adapter_among_the_models(tmp_path, settings):
     }
     save(folder / "adapter_model.safetensors", tensors)
     adapter = dare.ModelEntry(file=folder)
-    candidates = dare.Candidates(recipe.model_copy(update={"models": (*recipe.models, adapter)}))
+    candidates = dare.Candidates(recipe.changed(models=(*recipe.models, adapter)))
     check_like_merge(candidates, settings)
 
 
@@ -213,7 +213,7 @@ def write_delta(recipe, number, **scheme):
 def test_a_delta_file_among_the_models(tmp_path, scheme, settings):
     recipe = write_recipe(tmp_path, *small_models(count=2))
     delta = dare.ModelEntry(file=write_delta(recipe, 0, **scheme))
-    candidates = dare.Candidates(recipe.model_copy(update={"models": (recipe.models[1], delta)}))
+    candidates = dare.Candidates(recipe.changed(models=(recipe.models[1], delta)))
     check_like_merge(candidates, settings)
 
 
@@ -224,16 +224,16 @@ def test_a_delta_file_of_another_base_is_refused(tmp_path):
     base["w"][31111] += 1  # which no sample sees
     save(recipe.base, base)
     with pytest.raises(InputError, match="is a delta file for another base: w differs"):
-        dare.Candidates(recipe.model_copy(update={"models": (delta,)})).make()
+        dare.Candidates(recipe.changed(models=(delta,))).make()
 
 
 def test_inputs_must_have_the_digests_that_the_recipe_names(held, three):
     digests = dare.merge(three, overwrite=True, resume=False, verbose=False).digests
     right = (digests.base, *digests.models)
-    assert held.make(three.model_copy(update={"input_digests": right})).digest == digests.output
+    assert held.make(three.changed(input_digests=right)).digest == digests.output
     wrong = (digests.base, *digests.models[::-1])
     with pytest.raises(InputError, match=r"model0\.safetensors: is not what it was"):
-        held.make(three.model_copy(update={"input_digests": wrong}))
+        held.make(three.changed(input_digests=wrong))
 
 
 # ---------------------------------------------------------------- vocabularies
@@ -281,7 +281,7 @@ def test_rows_of_other_vocabularies(tmp_path, policy):
     for settings in ({}, {"weight.math": 3.0}, {"scale": 0.5}):
         check_like_merge(candidates, settings)
     for models in (recipe.models[1:], recipe.models[::-1]):
-        check_like_merge(candidates, recipe.model_copy(update={"models": models}))
+        check_like_merge(candidates, recipe.changed(models=models))
 
 
 def test_new_rows_follow_the_weights(tmp_path):
@@ -334,7 +334,7 @@ def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
     recipe = write_recipe(tmp_path, base, tuned)
     candidates = dare.Candidates(recipe)
     save(recipe.models[1].file, {**tuned[1], "scale": numbers((), 77)})
-    alone = recipe.model_copy(update={"models": recipe.models[1:2]})
+    alone = recipe.changed(models=recipe.models[1:2])
     with pytest.raises(InputError, match=r"model1\.safetensors: changed since it was read"):
         candidates.make(alone)
 
@@ -342,7 +342,7 @@ def test_a_file_that_changed_is_refused_when_it_is_looked_at_again(tmp_path):
 def test_a_model_that_is_not_held_is_refused(held, three, tmp_path):
     for other in ({"models": ("other.safetensors",)}, {"base": "other.safetensors"}):
         with pytest.raises(InputError, match=r"^other\.safetensors: is not a model of"):
-            held.make(three.model_copy(update=other))
+            held.make(three.changed(**other))
 
 
 def test_a_recipe_can_be_a_file(three, tmp_path):
@@ -526,7 +526,7 @@ def tied_module(arrays):
 
 def test_tied_parameters(tmp_path):
     recipe = tied_files(tmp_path)
-    candidates = dare.Candidates(recipe.model_copy(update={"models": recipe.models[:1]}))
+    candidates = dare.Candidates(recipe.changed(models=recipe.models[:1]))
     candidate = candidates.make()
     module = tied_module(candidate.arrays)
     assert candidates.write_into(module) == candidate.digest

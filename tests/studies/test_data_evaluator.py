@@ -276,9 +276,7 @@ def test_candidates_with_batchnorm_are_scored_with_statistics_of_the_inputs(save
     dare.recompute_norms(plain, [dict(batch)])
     expected = plain.state_dict()["resnet.embedder.embedder.normalization.running_mean"]
     torch.testing.assert_close(means, expected)
-    merged = recipe.model_copy(
-        update={"output": Path("merged"), "gathered": Path("norms.safetensors")}
-    )
+    merged = recipe.changed(output=Path("merged"), gathered=Path("norms.safetensors"))
     dare.merge(dare.Request(merged).changed(verbose=False))
     assert Loaded(Path("merged"), file).items() == scorer.score().items
 

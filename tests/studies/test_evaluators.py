@@ -532,7 +532,7 @@ def test_a_function_is_given_arrays(doing):
     assert (scored.output, scored.seconds > 0) == ("before\nscoring None", True)
     assert doing.score(how, ["b/1"], scale=0.0).items == {"b/1": 2.0}
     assert doing.score(how, ("a/1",), scale=0.5).items == {"a/1": 5.0}
-    half = doing.recipe.model_copy(update={"dtype": "F16"})
+    half = doing.recipe.changed(dtype="F16")
     doing.scorer.make(half)
     (doing.folder / "how").write_text("returned = tensors['a'].itemsize")
     assert doing.scorer.score().scores == {"score": 2.0}
@@ -540,7 +540,7 @@ def test_a_function_is_given_arrays(doing):
 
 
 def test_errors_of_a_merge_are_what_they_are(doing):
-    other = doing.recipe.model_copy(update={"models": ("nowhere.safetensors",)})
+    other = doing.recipe.changed(models=("nowhere.safetensors",))
     with pytest.raises(InputError, match=r"nowhere\.safetensors"):
         doing.scorer.make(other)
     assert "there is no candidate to score; make one first" in str(raised(doing.scorer.score))
@@ -772,7 +772,7 @@ def test_candidates_are_written_into_a_live_model(scorer_of, recipe):
 
 
 def test_a_model_that_cannot_be_loaded_is_told(recipe):
-    other = recipe.model_copy(update={"base": recipe.models[0].file})
+    other = recipe.changed(base=recipe.models[0].file)
     error = raised(lambda: open_scorer(lambda model: 1, other))
     assert "the model to score could not be made: KeyError: 'model0.safetensors'" in str(error)
     assert "raise KeyError(base.name)" in error.output

@@ -131,7 +131,7 @@ def test_each_fine_tune_can_do_its_own_task(scorer, recipe):
     assert scorer.takes_items
     scores = {}
     for number, name in enumerate(("add", "say")):
-        alone = recipe.model_copy(update={"models": (recipe.models[number],)})
+        alone = recipe.changed(models=(recipe.models[number],))
         scorer.make(alone)
         scored = scorer.score()
         assert list(scored.items) == [f"dare_{t}/{n}" for t in ("add", "say") for n in range(COUNT)]

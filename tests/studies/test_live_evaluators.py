@@ -27,7 +27,7 @@ def test_transformers_builds_the_base(tmp_path):
     assert scorer.score().scores == {"next": float(ord("5"))}
     (tmp_path / "config.json").write_text('{"architectures": ["Nonesuch"]}')
     with pytest.raises(InputError, match="'Nonesuch', which transformers does not have, so it can"):
-        open_scorer(own, recipe.model_copy(update={"base": tmp_path}))
+        open_scorer(own, recipe.changed(base=tmp_path))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(InputError, match="cannot load it: "):
-        open_scorer(own, recipe.model_copy(update={"base": tmp_path}))
+        open_scorer(own, recipe.changed(base=tmp_path))

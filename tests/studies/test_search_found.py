@@ -144,7 +144,7 @@ def test_an_evaluator_that_always_fails_is_quoted_in_one_line(tmp_path: Path):
 def test_a_range_in_whole_steps_suits_settings_that_are_whole_numbers(tmp_path: Path):
     over = dict([parse_over("n=1:4:step=1"), parse_over("scale=0.1:0.3:step=0.1")])
     found = dare.search(
-        save_models(tmp_path).model_copy(update={"method": "nm+sum"}),
+        save_models(tmp_path).changed(method="nm+sum"),
         over,
         evaluate=lambda tensors: float(tensors["w"].mean()),
         study=tmp_path / "s.db",

@@ -326,7 +326,7 @@ def test_models_are_left_out_where_that_is_better(strange, tmp_path):
     }
     assert [entry.name for entry in result.best.models] == ["math", "code"]
     average = dare.Candidates(strange).make({"include.odd": False})
-    pair = strange.model_copy(update={"models": strange.models[:2]})
+    pair = strange.changed(models=strange.models[:2])
     assert average.digest == dare.Candidates(pair).make().digest
 
 

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
-
-import pydantic_core
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Annotated, Any, Self
 
 from dare.documents.notices import Notice
 from dare.documents.shown import json_ready
+from dare.documents.values import Before, Limits, Number, WrongValueError, checked, read_json
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
 from dare.output.receipt import ModelReport
@@ -40,13 +39,20 @@ MAX_BYTES = 1 << 30
 OUTSIDE = -1
 """The layer number of tensors outside all layers."""
 
+
+def _read_layer(value: Any) -> Any:
+    """Read a number that is a key in JSON."""
+    is_key = isinstance(value, str) and re.fullmatch(r"-?\d{1,10}", value, re.ASCII)
+    return int(value) if is_key else value
+
+
 # What `dare analyze` could not have written is refused when a file is read, so that no rule, table
 # or figure has to expect it. The square of any figure, and its product with a count, are finite.
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]
-Size = Annotated[float, Field(ge=0, le=1e100)]
-Signed = Annotated[float, Field(ge=-1e100, le=1e100)]
-Layer = Annotated[int, Field(ge=OUTSIDE, lt=1 << 31)]
+Count = Annotated[int, Limits(ge=0, lt=1 << 63)]
+Share = Annotated[float, Limits(ge=-1e-6, le=1 + 1e-6)]
+Size = Annotated[float, Limits(ge=0, le=1e100)]
+Signed = Annotated[float, Limits(ge=-1e100, le=1e100)]
+Layer = Annotated[int, Before(_read_layer), Limits(ge=OUTSIDE, lt=1 << 31)]
 
 
 class Kind(StrEnum):
@@ -88,8 +94,8 @@ class Histogram:
     Bin i counts magnitudes from 2**(lowest + i) up to but not 2**(lowest + i + 1).
     """
 
-    lowest: Annotated[int, Field(ge=-1100, lt=1100)]
-    counts: Annotated[tuple[Count, ...], Field(max_length=2200)]
+    lowest: Annotated[int, Limits(ge=-1100, lt=1100)]
+    counts: Annotated[tuple[Count, ...], Limits(max_length=2200)]
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,13 @@ class Statistics:
     negligible: Share
     """Share of elements whose magnitude is under 1 % of the largest, zeros included."""
     norm: Size
-    base_norm: Annotated[float, Field(ge=0)]
+    base_norm: Annotated[Number, Limits(ge=0)]
     """Infinite if the base is."""
     excess_kurtosis: Signed
     """0 for a Gaussian, 3 for a Laplace distribution, -1.2 for a uniform one."""
     histogram: Histogram
     inliers: Inliers
-    base_product: float | None = None
+    base_product: Number | None = None
     """Σδ·base; None in files of earlier versions."""
 
     def __post_init__(self) -> None:
@@ -166,7 +172,7 @@ class Spectrum:
     rows: Count
     """The rows and columns measured: all of the tensor's, or fewer, evenly spread over it."""
     columns: Count
-    values: Annotated[tuple[Size, ...], Field(min_length=1)]
+    values: Annotated[tuple[Size, ...], Limits(min_length=1)]
     """Up to 64 of them, the largest first: all, or evenly spread over all ranks."""
     ranks: tuple[Count, ...]
     """Their ranks, counted from 1."""
@@ -312,8 +318,6 @@ class Interference:
 class AnalysisData:
     """The findings about models that are to be merged."""
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # holds for all that it is made of
-
     base: str
     base_dtypes: dict[str, Count]
     """Elements by storage type."""
@@ -364,8 +368,8 @@ class AnalysisData:
     def from_json(cls, text: str | bytes, where: str = "analysis") -> Self:
         """Read what `to_json` wrote."""
         try:
-            document = pydantic_core.from_json(text)  # refuses halves of characters
-        except ValueError as error:
+            document = read_json(text)
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: is not an analysis: {error}") from None
         schema = document.pop("schema", None) if isinstance(document, dict) else None
         if schema != SCHEMA:
@@ -376,12 +380,9 @@ class AnalysisData:
         for made_of_it in ("predictions", "readiness", "advice"):
             document.pop(made_of_it, None)
         try:
-            analysis = TypeAdapter(cls).validate_python(document)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            fault = "is missing" if first["type"] == "missing" else f"is wrong: {first['msg']}"
-            raise InputError(f"{where}: is not a complete analysis: {place} {fault}") from None
+            analysis: Self = checked(document, cls)
+        except WrongValueError as fault:
+            raise InputError(f"{where}: is not a complete analysis: {fault}") from None
         pairs, names = [(pair.first, pair.second) for pair in analysis.pairs], {*analysis.names}
         expected = combinations(analysis.names, 2)
         if len(names) < len(analysis.models) or sorted(pairs) != sorted(expected):

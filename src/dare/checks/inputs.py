@@ -181,7 +181,7 @@ def with_base_among_models(recipe: Recipe) -> Recipe:
         for stage, _ in recipe.all_stages
         if stage.interpolates is not None
     }
-    return recipe.model_copy(update={"stages": {**recipe.stages, **tables}}) if tables else recipe
+    return recipe.changed(stages={**recipe.stages, **tables}) if tables else recipe
 
 
 def find_copies(plan: Plan, contents: Sequence[Any]) -> Iterator[Notice]:

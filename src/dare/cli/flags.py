@@ -151,7 +151,7 @@ def described() -> dict[str, str]:
     from dare.recipe.recipe import Recipe
     from dare.recipe.search import Search
 
-    fields = Search.model_fields | Recipe.model_fields | RunOptions.model_fields
+    fields = Search.fields() | Recipe.fields() | RunOptions.fields()
     return {name: field.description or "" for name, field in fields.items()}
 
 

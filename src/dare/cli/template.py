@@ -97,7 +97,7 @@ def reasons(advice: Advice) -> Iterator[str]:
 
 
 def _fields(document: Mapping[str, Any]) -> Iterator[str]:
-    for name, field in (Recipe.model_fields | RunOptions.model_fields).items():
+    for name, field in (Recipe.fields() | RunOptions.fields()).items():
         if name in {*ELSEWHERE, *INNER} or (name == "input_digests" and name not in document):
             continue  # digests have no place in a recipe written by hand
         yield from ("", f"# {field.description}")

@@ -169,7 +169,7 @@ class Compression(Work[DeltaReport]):
         )
         report = replace(report, warnings=(*report.warnings, *_size_and_error(report)))
         ((name, (unchecked, _)),) = self._sink.layout.build(_metadata(notes)).items()
-        checked = notes.model_copy(update={"check": bytes_digest(unchecked)})
+        checked = replace(notes, check=bytes_digest(unchecked))
         return Receipt(report, {name: _metadata(checked)}, self._manifest(notes, report))
 
     def end(self, run: Run, report: DeltaReport, problems: Sequence[str]) -> DeltaReport:
@@ -225,7 +225,7 @@ class Compression(Work[DeltaReport]):
             if file.kind != "base":
                 pieces[file_part(name)] = [coded]
                 described.append((file_part(name), STORAGE_TYPES["U8"], (len(coded),)))
-        notes = notes.model_copy(update={"index": bytes_digest(index)})
+        notes = replace(notes, index=bytes_digest(index))
         if len(json.dumps(_metadata(notes))) > MAX_METADATA:
             many = f"the model has too many tensors ({len(notes.tensors)})"
             raise MismatchError(f"{self.target}: {many}; split the model")
@@ -290,7 +290,7 @@ def _plan_lossy(
     )
     stages = {stage.name: _setting(scheme.drop_rate)}
     method = f"{stage.name}+{recipe.method}"
-    recipe = recipe.model_copy(update={"tensors": rules, "method": method, "stages": stages})
+    recipe = recipe.changed(tensors=rules, method=method, stages=stages)
     whole = plan_inputs(recipe, inputs, asked.options)
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
     coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
@@ -299,7 +299,7 @@ def _plan_lossy(
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, records[t.key]) for t in (*coded, *tied)}
-        kind = {"scheme": "random", "bits": scheme.bits, "drop_rate": scheme.drop_rate}
+        kind = {"scheme": "random", "bits": scheme.bits, "drop_rate": float(scheme.drop_rate)}
         known = {"mask": MASK_VERSION, "seed": seed}
         return _make_notes(inputs.base, model, stored, files, **kind, **known)
 

@@ -19,6 +19,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from dare.documents.values import Number
 from dare.errors import printable
 
 
@@ -46,7 +47,7 @@ class Notice:
     """The observation and why it matters: sentences, the last without its full stop."""
     remedy: str
     """The thing to do, as a command; empty if there is nothing to do."""
-    figures: dict[str, float] = field(default_factory=dict, compare=False)
+    figures: dict[str, Number] = field(default_factory=dict, compare=False)
     """The measured values, and the limits they were held against."""
 
     def with_texts(self, change: Callable[[str], str]) -> Notice:

@@ -12,22 +12,22 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 from weakref import finalize
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dare import kernels
 from dare.documents.notices import notice
+from dare.documents.values import Limits, checked, read_json
 from dare.errors import InputError
 from dare.inputs.sources import (
     Bytes,
@@ -41,7 +41,7 @@ from dare.inputs.sources import (
 )
 from dare.kernels import LANES_MULTIPLE
 from dare.kernels.reference import SCALE_GROUP
-from dare.tensors.chunks import CHUNK, DIGEST_LENGTH, UNKNOWN, bytes_digest, chunk_count, chunk_span
+from dare.tensors.chunks import CHUNK, UNKNOWN, Digest, bytes_digest, chunk_count, chunk_span
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType
 from dare.tensors.files import read_limited
 from dare.tensors.header import TensorInfo, admit, stored_elements
@@ -57,20 +57,16 @@ MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES  # of all together: a small file must not 
 MAX_REASON_CHARACTERS = 300
 MAX_NAME_BYTES = 255  # the limit for a part of a path, on every file system that people use
 
-Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Size = Annotated[int, Field(ge=0, lt=1 << 48)]
+Rate = Annotated[float, Limits(ge=0, lt=1)]
+Size = Annotated[int, Limits(ge=0, lt=1 << 48)]
 Bits = Literal["native", 8, 4, 2, 1]
 
 
-class _Notes(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class StoredTensor(_Notes):
+@dataclass(frozen=True)
+class StoredTensor:
     """One tensor of the model. Digests are those of whole tensors."""
 
-    shape: Annotated[tuple[Size, ...], Field(max_length=64, strict=False)]
+    shape: Annotated[tuple[Size, ...], Limits(max_length=64)]
     dtype: str
     model: Digest
     base: Digest | None = None  # the base's tensor that it is coded against, if any
@@ -89,36 +85,38 @@ class StoredTensor(_Notes):
         return stored_elements(self.kind, self.shape)
 
 
-class StoredFile(_Notes):
+@dataclass(frozen=True)
+class StoredFile:
     """A file of the model with more in it than tensors."""
 
     # Stored as far as its tensors begin, or all of it; or not, because the base has the same.
     kind: Literal["header", "whole", "base"]
-    size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
+    size: Annotated[int, Limits(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
     coded: Digest | None = None
 
 
-class DeltaNotes(_Notes):
+@dataclass(frozen=True, kw_only=True)
+class DeltaNotes:
     """All notes of a delta file."""
 
     version: Literal[1]
     mask: Literal[1] | None = None  # the version of the mask, if one decides what is kept
     scheme: Literal["random", "lossless"]
     bits: Bits = "native"
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Limits(ge=0)] | None = None
     drop_rate: Rate | None = None  # the rate of most tensors; each has its own
     base: Digest
     model: Digest
     sample: Digest  # a digest of a few elements of the base, by which a wrong one is known at once
     tensors: dict[str, StoredTensor]
     # The files of the model's folder: configuration, tokenizer; lossless also its weights.
-    files: dict[str, StoredFile] = {}
+    files: dict[str, StoredFile] = field(default_factory=dict)
     index: Digest
     check: Digest  # the digest of the header while this is all zeros
 
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
         is_random = self.scheme == "random"
         if is_random != (self.mask is not None) or is_random != (self.seed is not None):
             raise ValueError("mask and seed are needed if the scheme is random, and only then")
@@ -143,11 +141,24 @@ class DeltaNotes(_Notes):
                 raise ValueError(f"{name!r}: is inside another file, not in a folder")
         if sum(file.size for file in self.files.values()) > MAX_FOLDER_BYTES:
             raise ValueError(f"the model's other files have more than {MAX_FOLDER_BYTES} bytes")
-        return self
 
     def to_json(self) -> str:
         """Return the text that stands in the header."""
-        return self.model_dump_json(exclude_defaults=True)
+        return json.dumps(_without_defaults(self), ensure_ascii=False, separators=(",", ":"))
+
+
+def _without_defaults(notes: Any) -> Any:
+    """Return notes as JSON has them: fields that have their defaults are left out."""
+    if isinstance(notes, dict):
+        return {name: _without_defaults(each) for name, each in notes.items()}
+    if not is_dataclass(notes):
+        return notes
+    given = {}
+    for each in fields(notes):
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if (value := getattr(notes, each.name)) != default:
+            given[each.name] = _without_defaults(value)
+    return given
 
 
 def is_inside(name: str) -> bool:
@@ -166,7 +177,7 @@ def is_inside(name: str) -> bool:
 def read_notes(text: str, where: str) -> DeltaNotes:
     """Check the notes in a header; newer versions are named as such."""
     try:
-        document = json.loads(text)
+        document = read_json(text)
         for what, ours in (("version", VERSION), ("mask", MASK_VERSION)):
             theirs = document.get(what, ours)
             if type(theirs) is int and theirs > ours:
@@ -176,11 +187,8 @@ def read_notes(text: str, where: str) -> DeltaNotes:
                 f"{where}: is a delta file of the largest changes, which an earlier dare 0.1 wrote "
                 "with --keep magnitude; apply it with that version, or compress the model again"
             )
-        return DeltaNotes.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        reason = f"{place}: {first['msg']}" if place else first["msg"]
+        notes: DeltaNotes = checked(document, DeltaNotes)
+        return notes
     except (ValueError, RecursionError, AttributeError) as error:
         reason = str(error)
     raise InputError(f"{where}: its notes are damaged: {reason[:MAX_REASON_CHARACTERS]}")

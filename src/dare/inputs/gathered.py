@@ -15,16 +15,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 
 from dare import __version__
+from dare.documents.values import checked, read_json
 from dare.errors import InputError, OutputError
 from dare.inputs.arrays import stored
 from dare.inputs.sources import FileSource, Floats
@@ -53,8 +53,10 @@ class Gathered(FileSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            self.notes = TypeAdapter(Notes).validate_json(self.metadata.get(NOTE, ""))
-        except ValidationError:
+            found = read_json(self.metadata.get(NOTE, ""))
+            names = [field.name for field in fields(Notes) if field.name in found]
+            self.notes = checked({name: found[name] for name in names}, Notes)
+        except (ValueError, TypeError, RecursionError):
             what = "has no Gram matrices or statistics with their digests"
             raise InputError(f"{path}: {what}; {REMEDY}") from None
         if self.notes.digests.keys() != self.tensors.keys():

@@ -29,6 +29,7 @@ from dare.inputs.sources import (
     read_config,
 )
 from dare.recipe.layers import mean_value
+from dare.recipe.moving import with_files
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import is_here, is_stored, to_path
@@ -161,7 +162,7 @@ def open_inputs(
     ]
     paths, (*pinned,) = zip(*resolved, strict=True)
     if pinned != given:
-        recipe = recipe.with_files(pinned[0], pinned[1:], recipe.output)
+        recipe = with_files(recipe, pinned[0], pinned[1:], recipe.output)
     # no more than a quarter of the memory is for what is read ahead of stores
     in_stores = sum(is_stored(path) for path in paths)
     ahead = (options.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)

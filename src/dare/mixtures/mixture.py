@@ -7,8 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
-
+from dare.documents.values import Before, Finite
 from dare.documents.words import times
 from dare.errors import InputError, RecipeError, warn_caller
 from dare.output.receipt import (
@@ -19,7 +18,8 @@ from dare.output.receipt import (
     resolve_path,
 )
 from dare.recipe.document import naming
-from dare.recipe.entries import AnyPath, Strict, as_tuple, read_toml
+from dare.recipe.entries import AnyPath, as_tuple, read_toml
+from dare.recipe.fields import Strict, described
 from dare.recipe.mergekit.nodes import Node, as_items, as_table, read_yaml
 from dare.recipe.options import RunOptions, Size
 from dare.recipe.recipe import WeightType
@@ -28,17 +28,17 @@ from dare.stores.locations import to_path
 LEFT_OUT = {"output", "output_digest"}  # fields that manifests do not record
 RANDOM = ("random", "uniform_random")  # gates that take no prompts
 GateKind = Literal["hidden", "hidden_last", "hidden_avg", "cheap_embed", "random", "uniform_random"]
-Prompts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+Prompts = Annotated[tuple[str, ...], Before(as_tuple)]
 
 
-class Expert(Strict, init=False):
+class Expert(Strict):
     """A model whose MLPs become one expert of every layer."""
 
-    model: AnyPath = Field(description="A fine-tune of the base: file, directory or adapter.")
-    prompts: Prompts = Field((), description="Prompts of the kind that it should answer.")
-    negative_prompts: Prompts = Field((), description="Prompts that other experts should answer.")
-    residual_scale: float = Field(1.0, description="Factor on what it adds to the stream.")
-    noise_scale: float = Field(0.0, ge=0, description="Standard deviation of noise on its weights.")
+    model: AnyPath = described("A fine-tune of the base: file, directory or adapter.")
+    prompts: Prompts = described("Prompts of the kind that it should answer.", ())
+    negative_prompts: Prompts = described("Prompts that other experts should answer.", ())
+    residual_scale: Finite = described("Factor on what it adds to the stream.", 1.0)
+    noise_scale: Finite = described("Standard deviation of noise on its weights.", 0.0, ge=0)
 
 
 def _read_experts(value: object) -> object:
@@ -47,27 +47,26 @@ def _read_experts(value: object) -> object:
     return tuple(Expert(**entry) if isinstance(entry, Mapping) else entry for entry in value)
 
 
-Experts = Annotated[tuple[Expert, ...], BeforeValidator(_read_experts)]
+Experts = Annotated[tuple[Expert, ...], Before(_read_experts)]
 
 
-class Mixture(Strict, init=False):
+class Mixture(Strict):
     """A mixture of experts, completely described."""
 
-    base: AnyPath = Field(description="The model that everything but the MLPs comes from.")
-    experts: Experts = Field(description="The models that a layer's gate chooses from.")
-    shared_experts: Experts = Field((), description="Experts that every token goes through.")
-    architecture: str | None = Field(None, description="The layout; default: the first that fits.")
-    experts_per_token: int = Field(2, ge=1, description="Experts that each token goes through.")
-    gates: GateKind = Field("hidden", description="How gates are made.")
-    seed: int = Field(42, ge=0, description="Seed of random gates and of noise.")
-    dtype: WeightType = Field(None, description="Storage type; default: the base's.")
-    output: AnyPath | None = Field(None, description="The directory of the mixture.")
-    shard_size: Size | None = Field(None, description="Largest output file, such as 5GB.")
-    allow_pickle: bool = Field(False, description="Also read pytorch_model.bin, weights only.")
-    output_digest: str | None = Field(None, description="Digest that the weights must have.")
+    base: AnyPath = described("The model that everything but the MLPs comes from.")
+    experts: Experts = described("The models that a layer's gate chooses from.")
+    shared_experts: Experts = described("Experts that every token goes through.", ())
+    architecture: str | None = described("The layout; default: the first that fits.", None)
+    experts_per_token: int = described("Experts that each token goes through.", 2, ge=1)
+    gates: GateKind = described("How gates are made.", "hidden")
+    seed: int = described("Seed of random gates and of noise.", 42, ge=0)
+    dtype: WeightType = described("Storage type; default: the base's.", None)
+    output: AnyPath | None = described("The directory of the mixture.", None)
+    shard_size: Size | None = described("Largest output file, such as 5GB.", None)
+    allow_pickle: bool = described("Also read pytorch_model.bin, weights only.", False)
+    output_digest: str | None = described("Digest that the weights must have.", None)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def check_together(self) -> None:
         given, wanted = len(self.experts), f"experts_per_token = {self.experts_per_token}"
         if given < self.experts_per_token:
             raise RecipeError(f"{wanted}: {times(given, 'expert')} given; name more, or lower it")
@@ -78,7 +77,6 @@ class Mixture(Strict, init=False):
         texts = {(expert.prompts, expert.negative_prompts) for expert in self.experts}
         if self.gates not in RANDOM and len(texts) == 1 < given:
             raise RecipeError("prompts: are the same for all experts; give each its own")
-        return self
 
     @property
     def all_experts(self) -> tuple[Expert, ...]:
@@ -94,14 +92,15 @@ class Mixture(Strict, init=False):
     def with_files(self, change: Callable[[Path], Path]) -> Self:
         """Return the mixture with other paths for its models."""
         changed = {
-            key: [e.model_copy(update={"model": change(e.model)}) for e in getattr(self, key)]
+            key: [e.changed(model=change(e.model)) for e in getattr(self, key)]
             for key in ("experts", "shared_experts")
         }
-        return self.model_copy(update={"base": change(self.base), **changed})
+        return self.changed(base=change(self.base), **changed)
 
     def to_tables(self) -> dict[str, Any]:
         """Return the mixture as plain tables, without defaults and without its output."""
-        return self.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT)
+        tables = super().to_tables()
+        return {key: value for key, value in tables.items() if key not in LEFT_OUT}
 
 
 # ---------------------------------------------------------------- reading
@@ -114,10 +113,10 @@ def load_mixture(
     where = "recipe" if isinstance(recipe, Mapping) else str(recipe)
     given = {name: value for name, value in settings.items() if value is not None}
     document = dict(recipe) if isinstance(recipe, Mapping) else _load_document(to_path(recipe))
-    if given.keys() - {"output", "shard_size"} - RunOptions.model_fields.keys():
+    if given.keys() - {"output", "shard_size"} - RunOptions.fields().keys():
         document.pop("output_digest", None)  # other weights are asked for
     document |= given
-    options = {name: document.pop(name) for name in RunOptions.model_fields if name in document}
+    options = {name: document.pop(name) for name in RunOptions.fields() if name in document}
     with naming(where):
         return Mixture(**document), RunOptions(**options)
 
@@ -133,7 +132,7 @@ def _load_document(path: Path) -> dict[str, Any]:
     output = output_of(file)
     recorded = Mixture(**tables)
     files = [recorded.base, *(expert.model for expert in recorded.all_experts)]
-    check_recorded(file, recorded.model_fields_set & {*LEFT_OUT, "allow_pickle"}, files)
+    check_recorded(file, recorded.given & {*LEFT_OUT, "allow_pickle"}, files)
     document = recorded.with_files(lambda model: resolve_path(str(model), output)).to_tables()
     # torch gives other last bits on other machines
     same = {} if recorded.gates.startswith("hidden") else {"output_digest": manifest["output"]}

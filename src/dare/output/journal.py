@@ -22,17 +22,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
-
 from dare import __version__
+from dare.documents.values import Limits, checked
 from dare.errors import OutputError
 from dare.planning.data import JOURNAL_VERSION
-from dare.tensors.chunks import DIGEST_LENGTH, bytes_digest
+from dare.tensors.chunks import Digest, bytes_digest
 from dare.tensors.system import IS_POSIX, NO_LINKS, lock_file
 
 WRITER = {"journal": JOURNAL_VERSION, "dare": __version__}  # first in every journal
@@ -42,8 +40,7 @@ OF_CODED = ("piece", "sums", "stored")  # what only coded chunks have
 LOCK_POLL_SECONDS = 0.05
 LONGEST_LAST_LINE = 1024
 
-Digest = Annotated[str, Field(pattern=f"^[0-9a-f]{{{DIGEST_LENGTH}}}$")]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Limits(ge=0)]
 Key = tuple[str, int]  # a chunk: its tensor, and its number
 
 
@@ -90,11 +87,6 @@ class SliceState:
 
     started: float  # the first start, in seconds since 1970
     synced: SliceFigures | None = None  # None while it is under way
-
-
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 @dataclass
@@ -155,17 +147,14 @@ def read_journal(text: bytes) -> JournalContent:
                 maker = str(line["slice"])
                 found.parts.setdefault(maker, SliceState(float(line["started"]))).synced = None
             elif "synced" in line:
-                account = json.dumps(line["synced"])
-                found.parts[maker].synced = _adapter(SliceFigures).validate_json(
-                    account, strict=True
-                )
+                found.parts[maker].synced = checked(line["synced"], SliceFigures)
             else:
-                record = _adapter(Record).validate_json(json.dumps(line), strict=True)
+                record = checked(line, Record)
                 found.records[record.key] = found.stamps, record
                 found.makers.pop(record.key, None)
                 if maker:
                     found.makers[record.key] = maker
-        except (ValidationError, KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError):
             continue
     return found
 

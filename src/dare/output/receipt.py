@@ -42,8 +42,10 @@ from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import NOT_RECORDED, distinct
+from dare.recipe.entries import distinct
+from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.layers import Gradient
+from dare.recipe.moving import moved
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.stores.locations import home_folder, is_stored, parse_name, to_path
@@ -492,13 +494,13 @@ def _portable_request(plan: Plan) -> Request:
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
     names = distinct([portable_path(path, output) for path in recipe.inputs])
-    portable = recipe.moved(dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
+    portable = moved(recipe, dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
     template = portable.chat_template
     if template not in ("auto", *portable.names) and plan.sidecars is not None:
         content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
         assert isinstance(content, bytes)
         template = content.decode()
-    portable = portable.model_copy(update={"chat_template": template})
+    portable = portable.changed(chat_template=template)
     return Request(portable.without(NOT_RECORDED), plan.options.without(NOT_RECORDED))
 
 
@@ -531,9 +533,9 @@ def check_recorded(manifest_file: Path, names: Iterable[str], inputs: Iterable[P
 def _recorded_recipe(manifest_file: Path, document: Any, given: Mapping[str, Any]) -> Recipe:
     """Return the recipe in a manifest, but not how it was run; given are a user's settings."""
     request = request_from_document(document, str(manifest_file))
-    recipe, fields = request.recipe, request.recipe.model_fields_set
+    recipe, fields = request.recipe, request.recipe.given
     marked = {"output", *Recipe.marked(NOT_RECORDED), *RunOptions.marked(NOT_RECORDED)}
-    names = sorted(marked & (fields | request.options.model_fields_set))
+    names = sorted(marked & (fields | request.options.given))
     if not given.get("allow_pickle") and '"allow_pickle": true' in json.dumps(document):
         names.append("allow_pickle")  # of it, or of a recipe inside it
     template, known = recipe.chat_template, {"auto", *recipe.names, *usual_templates()}
@@ -576,7 +578,7 @@ def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]
         digests += [manifest["gathered"]] if "gathered" in manifest else []
         recipe = _recorded_recipe(manifest_file, manifest["recipe"], given)
         output = output_of(manifest_file)
-        repeated = recipe.moved(lambda path: resolve_path(str(path), output), output)
+        repeated = moved(recipe, lambda path: resolve_path(str(path), output), output)
         demanded = {"input_digests": digests, "output_digest": manifest["output"]}
         return {**repeated.to_document(), **demanded}
     except KeyError as error:

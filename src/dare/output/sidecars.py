@@ -33,7 +33,9 @@ from dare.inputs.sources import CONFIG, components_of, read_config
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
-from dare.recipe.entries import NOT_RECORDED, distinct
+from dare.recipe.entries import distinct
+from dare.recipe.fields import NOT_RECORDED
+from dare.recipe.moving import moved
 from dare.recipe.recipe import Recipe
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import StorageType
@@ -353,7 +355,7 @@ def _recipe(plan: Plan) -> str:
     recipe = plan.recipe
     names = distinct([short_name(path) for path in recipe.inputs])
     shorter = dict(zip(recipe.inputs, map(to_path, names), strict=True))
-    shortened = recipe.moved(shorter.__getitem__, recipe.output and Path(recipe.output.name))
+    shortened = moved(recipe, shorter.__getitem__, recipe.output and Path(recipe.output.name))
     document: dict[str, Any] = {
         key: without_folders(value) if isinstance(value, str) else value
         for key, value in shortened.without(NOT_RECORDED).to_tables().items()

@@ -14,9 +14,8 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
-
 from dare.documents.notices import LIMIT, Notice, Severity, notice
+from dare.documents.values import Limits
 from dare.documents.words import show_size, times
 from dare.errors import MismatchError, RecipeError
 from dare.formats import find_recoding
@@ -52,7 +51,7 @@ class Misfit(StrEnum):
 class StoredForm:
     """A tensor as it is stored."""
 
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: tuple[Annotated[int, Limits(ge=0)], ...]
     dtype: str
 
     @classmethod
@@ -350,7 +349,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     drop takes the rest divided by 1 - p, as if `dare` came first.
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
-    usual_seed = Recipe.model_fields["seed"].default
+    usual_seed = Recipe.fields()["seed"].default
     droppers = [stage for stage, _ in recipe.all_stages if "drop_rate" in stage.parameters]
     has_one_rate = len(recipe.chains) == 1 or all(stage.may_redrop for stage in droppers)
     for index, (entry, seed, model) in enumerate(
@@ -359,7 +358,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         drops = {name: drop for name in model.tensors if (drop := model.delta_of(name).drop)}
         seeds = {drop.seed for drop in drops.values()}
         if seeds - {seed} and entry.seed is None and recipe.seed == usual_seed:
-            entries[index] = entries[index].model_copy(update={"seed": seeds.pop()})
+            entries[index] = entries[index].changed(seed=seeds.pop())
         redropped = [name for name in drops if recipe.chain_for(name)[0][0].may_redrop]
         if any(recipe.sets("drop_rate", name, index) for name in redropped):
             continue
@@ -374,7 +373,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         usual = max(rates, key=lambda rate: len(by_rate[rate]), default=None)
         if usual not in (None, recipe.chain[0][1].get("drop_rate")):
             own = {**entry.settings, "drop_rate": usual}
-            entries[index] = entries[index].model_copy(update={"settings": own})
+            entries[index] = entries[index].changed(settings=own)
         rules += [
             TensorRule(match=tuple(names), model=str(entry.file), settings={"drop_rate": rate})
             for rate, names in by_rate.items()
@@ -383,7 +382,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     if (tuple(entries), tuple(rules)) == (recipe.models, recipe.tensors):
         return recipe
     kept = {"output_digest": recipe.output_digest}
-    return recipe.model_copy(update={"models": tuple(entries), "tensors": tuple(rules), **kept})
+    return recipe.changed(models=tuple(entries), tensors=tuple(rules), **kept)
 
 
 def _left_to_make_up(

@@ -25,42 +25,41 @@ from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
     OUR_NAMES,
-    SAME_WEIGHTS,
     ModelEntry,
     TensorRule,
     as_path,
     find_files,
-    flat,
     in_our_form,
     read_toml,
 )
+from dare.recipe.fields import SAME_WEIGHTS
 from dare.recipe.layers import mean_value
+from dare.recipe.moving import with_files, with_models
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import OTHER_TYPES, Layers, Recipe, Request
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import combine_of, load_installed_stages, takers
 
 # Keys that may stand in the table [dare] but belong to the whole recipe.
-LIFTED = ("delta_threshold", "verbose", "embedding_drop_rate")
+DARE_TABLE_ALIASES = ("delta_threshold", "verbose", "embedding_drop_rate")
 # Keys of a recipe's file, beside stages and the other names of files.
-KEYS = (*Recipe.model_fields, *RunOptions.model_fields)
+KEYS = (*Recipe.fields(), *RunOptions.fields())
 FIELDS = ("method", "scale", "seed", "embedding_drop_rate", "gathered")
 # Keys that the ranges of a stack take over.
-SHARED = (
+SHARED_WITH_LAYERS = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
     *("allow_pickle", "allow_not_finite"),
 )
 # Keys that parts do not have.
-OF_THE_WHOLE = ("output", "format", "shard_size", "copy_from", "chat_template", "search")
+TOP_LEVEL_ONLY = ("output", "format", "shard_size", "copy_from", "chat_template", "search")
 TOO_DEEP = "too many merges are inside each other; write the output of one, and name that instead"
 PASSTHROUGH = "passthrough"
-ADDITION = "sum"  # makes a model of a base and a change
-OF_MODELS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
+MODEL_SETTINGS = ("weight", "seed")  # settings of each model, beside the parameters of delta stages
 INCLUDE = "include."  # prefix of a model's name in the setting that says if it takes part
-OF_THE_CALL = ("overwrite", "resume")  # arguments of a function that are no settings of the merge
+CALL_ARGUMENTS = ("overwrite", "resume")  # of functions; no settings of the merge
 # Settings of each model by keyword or flag; seed alone is the recipe's.
 PER_MODEL = {"weight": "weight", "model_seed": "seed"}
-DEFAULT_METHOD = Recipe.model_fields["method"].default
+DEFAULT_METHOD = Recipe.fields()["method"].default
 
 _Entry = TypeVar("_Entry", ModelEntry, TensorRule)
 _Merge = TypeVar("_Merge", bound=Recipe)
@@ -69,11 +68,11 @@ _Merge = TypeVar("_Merge", bound=Recipe)
 def request_from_document(document: Mapping[str, Any], where: str) -> Request:
     """Build a request from the tables of its TOML form."""
     with naming(where):
-        return _build_request(*find_files(document))
+        return _read_request(*find_files(document))
 
 
-def _build_request(document: Mapping[str, Any], shown: Mapping[str, str]) -> Request:
-    request = Request.of(**_fields(document, shown))
+def _read_request(document: Mapping[str, Any], shown: Mapping[str, str]) -> Request:
+    request = Request.of(**_read_fields(document, shown))
     _refuse_unused(request.recipe)
     return request
 
@@ -98,20 +97,20 @@ def naming(where: str) -> Iterator[None]:
         raise RecipeError(f"{where}: {TOO_DEEP}") from None
 
 
-def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
+def _read_fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a request from a document in our form; `shown` are names for files."""
     given = dict(document)
     _check_places(given)
-    _build_merges(given)
+    _read_inner_merges(given)
     models = given.get("models")
     if "base" not in given and models and isinstance(models, list | tuple) and interpolates(given):
         first = models[0].get("file") if isinstance(models[0], Mapping) else models[0]
         given["base"] = getattr(first, "file", first)
-    given |= {"models": _models(given, shown)}
+    given |= {"models": _read_models(given, shown)}
     if "tensors" in given:
         if not isinstance(given["tensors"], list | tuple):
             raise RecipeError("tensors: must be a list of tables, as in [[tensors]]")
-        given["tensors"] = _build_entries(given["tensors"], TensorRule, "[[tensors]]")
+        given["tensors"] = _read_entries(given["tensors"], TensorRule, "[[tensors]]")
     if "stages" in given:
         raise RecipeError("stages: put a stage's parameters in a table with its name: [dare]")
     is_table = {key for key in given if isinstance(given[key], dict)} - set(KEYS)
@@ -122,10 +121,10 @@ def _fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, 
         if key not in KEYS and (owner := _find_table(key, given.get("method"))):
             raise RecipeError(f"{key}: belongs in the table of its stage, as in [{owner}]")
     of_dare = stages.get("dare", {})
-    given |= {key: of_dare.pop(key) for key in LIFTED if key in of_dare}
+    given |= {key: of_dare.pop(key) for key in DARE_TABLE_ALIASES if key in of_dare}
     for key in of_dare:
         if key not in STAGES["dare"].parameters:
-            known = [*STAGES["dare"].parameters, *LIFTED]
+            known = [*STAGES["dare"].parameters, *DARE_TABLE_ALIASES]
             raise RecipeError(f"[dare] {key}: not known{did_you_mean(key, known)}")
     return {**given, "stages": stages}
 
@@ -138,34 +137,34 @@ def interpolates(document: Mapping[str, Any]) -> bool:
         return False
 
 
-def _build_merges(given: dict[str, Any]) -> None:
+def _read_inner_merges(given: dict[str, Any]) -> None:
     """Build the merges inside a document: those that have names, and those of a stack."""
     merges, layers = given.get("merges", {}), given.get("layers", ())
     if not isinstance(merges, Mapping) or not isinstance(layers, list | tuple):
         raise RecipeError("[merges.NAME] and [[layers]] hold the keys of recipes")
-    built = {name: _build_merge(table, Recipe, f"merges.{name}") for name, table in merges.items()}
+    built = {name: _read_merge(table, Recipe, f"merges.{name}") for name, table in merges.items()}
     given |= {"merges": built} if built else {}
     if not layers:
         return
-    shared = {key: given[key] for key in SHARED if key in given}
+    shared = {key: given[key] for key in SHARED_WITH_LAYERS if key in given}
     if str(shared.get("dtype")).upper() in OTHER_TYPES:  # which the whole is recoded to
         shared["dtype"] = "F32"
     stack = [
-        _build_merge(entry, Layers, f"[[layers]], number {number}", shared)
+        _read_merge(entry, Layers, f"[[layers]], number {number}", shared)
         for number, entry in enumerate(layers, start=1)
     ]
     usual = {"base": stack[0].base, "models": (), "method": PASSTHROUGH}
     given |= {**{key: value for key, value in usual.items() if key not in given}, "layers": stack}
 
 
-def _build_merge(
+def _read_merge(
     table: Any, kind: type[_Merge], where: str, shared: Mapping[str, Any] | None = None
 ) -> _Merge:
     if isinstance(table, kind):
         return table
     if not isinstance(table, Mapping):
         raise RecipeError(f"{where}: must be a table with the keys of a recipe")
-    for key in table.keys() & {*OF_THE_WHOLE, *RunOptions.model_fields}:
+    for key in table.keys() & {*TOP_LEVEL_ONLY, *RunOptions.fields()}:
         raise RecipeError(f"{where}: {key} is for the whole merge; move it to the top level")
     try:
         document, shown = find_files({**(shared or {}), **table})
@@ -173,7 +172,7 @@ def _build_merge(
             document["base"] = document.pop("model")
         if "models" not in document:
             document = {"method": PASSTHROUGH, **document, "models": ()}
-        return kind(**_fields(document, shown))
+        return kind(**_read_fields(document, shown))
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
 
@@ -217,7 +216,7 @@ def _lift_inner(table: Any, outer: tuple[Path, ...]) -> Any:
     return lift_recipes(in_our_form(table), outer) if isinstance(table, Mapping) else table
 
 
-def _models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
+def _read_models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
     """Return the models as entries; refuse a document without base or models.
 
     An unknown key is named if it is probably meant for one of them.
@@ -230,7 +229,7 @@ def _models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
             raise RecipeError(next(typos, f"{shown[field]} is missing"))
     models, name = document["models"], shown["models"]
     if isinstance(models, list | tuple):
-        return _build_entries(models, ModelEntry, name)
+        return _read_entries(models, ModelEntry, name)
     if not isinstance(models, str | PathLike):
         raise RecipeError(f'{name}: must be a list, like ["math.safetensors", "code.safetensors"]')
     return models
@@ -254,21 +253,21 @@ def _find_table(parameter: str, method: object) -> str | None:
     return next((s.name for s in (*chain, *STAGES.values()) if parameter in s.parameters), None)
 
 
-def _build_entries(given: Sequence[Any], kind: type[_Entry], shown: str) -> list[Any]:
+def _read_entries(given: Sequence[Any], kind: type[_Entry], shown: str) -> list[Any]:
     """Build the entries of a list from their tables; paths of models are left as they are."""
     plain = (ModelEntry, str, PathLike) if kind is ModelEntry else (TensorRule,)
     return [
-        entry if isinstance(entry, plain) else _build(entry, kind, f"{shown}, number {number}: ")
-        for number, entry in enumerate(given, start=1)
+        entry if isinstance(entry, plain) else _read_entry(entry, kind, f"{shown}, number {n}: ")
+        for n, entry in enumerate(given, start=1)
     ]
 
 
-def _build(table: object, kind: type[_Entry], where: str) -> _Entry:
+def _read_entry(table: object, kind: type[_Entry], where: str) -> _Entry:
     """Build an entry of a list: the parameters among its keys go into its `settings`."""
     if not isinstance(table, Mapping):
         path = "the path of a file or directory, or " if kind is ModelEntry else ""
         raise RecipeError(f"{where}must be {path}a table")
-    fields = set(kind.model_fields) - {"settings"}
+    fields = set(kind.fields()) - {"settings"}
     known = fields.union(*(stage.parameters for stage in STAGES.values()))
     for key in table:
         if key not in known:
@@ -296,31 +295,28 @@ def overlaid(
     it.
     """
     given = dict(given)
-    moved: dict[str, Any] = {}
+    repeated: dict[str, Any] = {}  # files of a merge that is repeated
     with naming(where):
         document, shown = find_files(copy.deepcopy(document))
         document = lift_recipes(document)
         if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
-            moved = {name: given.pop(name) for name in ("base", "models") if name in given}
+            repeated = {name: given.pop(name) for name in ("base", "models") if name in given}
             outputs = [str(table.get("output")) for table in (document, {**document, **given})]
-            others = set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.model_fields)
+            others = set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.fields())
             if others or len({name.endswith(".gguf") for name in outputs}) > 1:
                 del document["output_digest"]
         _lay_over(document, given, spelled)
-        request = _build_request(document, shown)
-        if not moved:
+        request = _read_request(document, shown)
+        if not repeated:
             return request
-        return replace(request, recipe=_with_files(request.recipe, moved, spelled("models")))
-
-
-def _with_files(recipe: Recipe, moved: Mapping[str, Any], shown: str) -> Recipe:
-    """Return a repeated merge whose files lie elsewhere than the manifest says."""
-    files = moved.get("models", [entry.file for entry in recipe.models])
-    files = [files] if isinstance(files, str | PathLike) else files
-    if len(files) != len(recipe.models):
-        given = f"{times(len(files), 'model')} given, but {len(recipe.models)} were merged"
-        raise RecipeError(f"{shown}: {given}; give all of them, in that order")
-    return recipe.with_files(moved.get("base", recipe.base), files, recipe.output)
+        recipe = request.recipe
+        files = repeated.get("models", [entry.file for entry in recipe.models])
+        files = [files] if isinstance(files, str | PathLike) else files
+        if len(files) != len(recipe.models):
+            found = f"{times(len(files), 'model')} given, but {len(recipe.models)} were merged"
+            raise RecipeError(f"{spelled('models')}: {found}; give all of them, in that order")
+        base = repeated.get("base", recipe.base)
+        return replace(request, recipe=with_files(recipe, base, files, recipe.output))
 
 
 def _lay_over(
@@ -329,7 +325,7 @@ def _lay_over(
     known = (*KEYS, *PER_MODEL, *parameter_names())
     for name in given:
         if name not in known:
-            meant = did_you_mean(name, (*known, *OF_THE_CALL))
+            meant = did_you_mean(name, (*known, *CALL_ARGUMENTS))
             raise RecipeError(f"{spelled(name)}: not known{meant}")
     fields = {name: value for name, value in given.items() if name in KEYS}
     if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
@@ -338,7 +334,7 @@ def _lay_over(
     for stage, table in fields.pop("stages", {}).items():
         document[stage] = {**_as_dict(document.get(stage)), **table}
     document.update(fields)
-    for key in LIFTED:
+    for key in DARE_TABLE_ALIASES:
         if key in fields:
             _as_dict(document.get("dare")).pop(key, None)
     for name, key in PER_MODEL.items():
@@ -403,19 +399,13 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     included = {name: given.pop(name) for name in list(given) if name.startswith(INCLUDE)}
     for name, value in given.items():
         set_by_name(document, name, value, names)
-    changed = request_from_document(document, "settings").recipe
-    return _with_some(changed, included, names) if included else changed
-
-
-def _with_some(recipe: Recipe, included: Mapping[str, Any], models: Sequence[str]) -> Recipe:
     for name, value in included.items():
-        if name.removeprefix(INCLUDE) not in models or not isinstance(value, bool):
-            there = f"{INCLUDE}MODEL is true or false, for {', '.join(models)}"
+        if name.removeprefix(INCLUDE) not in names or not isinstance(value, bool):
+            there = f"{INCLUDE}MODEL is true or false, for {', '.join(names)}"
             raise RecipeError(f"{name} = {value!r}: {there}")
-    kept = {n: e for n, e in enumerate(recipe.models) if included.get(INCLUDE + models[n], True)}
-    rules = recipe.rules_of({n: entry.file for n, entry in kept.items()})
-    changed = {"models": tuple(kept.values()), "tensors": rules, "input_digests": None}
-    return recipe.model_copy(update={**changed, **recipe.rows_without(kept.values())})
+    changed = request_from_document(document, "settings").recipe
+    kept = [n for n, name in enumerate(names) if included.get(INCLUDE + name, True)]
+    return with_models(changed, kept) if included else changed
 
 
 def get_by_name(recipe: Recipe, name: str) -> Any:
@@ -447,7 +437,7 @@ def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequenc
     first, dot, rest = name.partition(".")
     if not dot and name in FIELDS:
         document[name] = value
-    elif not dot and name in OF_MODELS:
+    elif not dot and name in MODEL_SETTINGS:
         set_for_models(document, name, [value] * len(models), name)
     elif not dot:
         set_parameter(document, chain, name, [value], name)
@@ -475,7 +465,7 @@ def applies(name: str, method: str) -> bool:
     first, dot, rest = name.partition(".")
     if name == "embedding_drop_rate":
         return any("drop_rate" in stage.parameters for stage in chain if stage.kind == "delta")
-    if first in OF_MODELS and (dot or first == "weight"):
+    if first in MODEL_SETTINGS and (dot or first == "weight"):
         return first == "seed" or combine_of(chain).default_weight is not None
     if name in FIELDS or name.startswith(INCLUDE):
         return True
@@ -490,11 +480,11 @@ def _remove_unused(document: dict[str, Any]) -> None:
     used = {stage.name for method in methods for stage in parse_method(method)}
     for name in [name for name in document if name in STAGES and name not in used]:
         table = _as_dict(document.pop(name))
-        document.update({key: table[key] for key in LIFTED if key in table})
+        document.update({key: table[key] for key in DARE_TABLE_ALIASES if key in table})
     if not any(applies("embedding_drop_rate", method) for method in methods):
         document.pop("embedding_drop_rate", None)
     rules = document.get("tensors", [])
-    entries = [*_entries(document), *(rules if isinstance(rules, list | tuple) else [])]
+    entries = [*_model_tables(document), *(rules if isinstance(rules, list | tuple) else [])]
     for entry in (e for e in entries if isinstance(e, dict) and "method" not in e):
         is_rule = "file" not in entry
         for key in list(entry):
@@ -518,7 +508,7 @@ def set_parameter(
                 {key: entry[key] for key in entry if key != name}
                 if isinstance(entry, dict)
                 else entry
-                for entry in _entries(document)
+                for entry in _model_tables(document)
             ]
     elif owner.kind != "delta":
         raise RecipeError(f"{shown}: {owner.name} takes one value for all, not {len(values)}")
@@ -546,7 +536,7 @@ def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
 
 def set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
     """Write a value into each model's table."""
-    if len(values) != len(entries := _entries(document)):
+    if len(values) != len(entries := _model_tables(document)):
         models = times(len(entries), "model")
         raise RecipeError(f"{shown}: {len(values)} given for {models}; give one for each")
     _set_in_models(document, key, dict(enumerate(values)))
@@ -554,20 +544,19 @@ def set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], sh
 
 def _set_in_models(document: dict[str, Any], key: str, values: Mapping[int, Any]) -> None:
     """Write values into the tables of some models, by their numbers."""
-    entries = _entries(document)
+    entries = _model_tables(document)
     for place, value in values.items():
         entry = entries[place]
         entries[place] = {**(entry if isinstance(entry, dict) else {"file": entry}), key: value}
     document["models"] = entries
 
 
-def _entries(document: dict[str, Any]) -> list[Any]:
+def _model_tables(document: dict[str, Any]) -> list[Any]:
     """List the models of a document, those with settings as tables."""
     models = document.get("models")
     if not isinstance(models, list | tuple):
         models = [] if models is None else [models]
-    plain: dict[str, Any] = {"mode": "json", "exclude_defaults": True}
-    return [flat(e.model_dump(**plain)) if isinstance(e, ModelEntry) else e for e in models]
+    return [entry.to_tables() if isinstance(entry, ModelEntry) else entry for entry in models]
 
 
 def read_value(text: str) -> Any:

@@ -22,26 +22,17 @@ import fnmatch
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
-
-from dare.errors import ACTS, InputError, RecipeError, did_you_mean, fault_text
+from dare.documents.values import After, Before, Finite
+from dare.errors import ACTS, InputError, RecipeError, did_you_mean
+from dare.recipe.fields import Strict, described
 from dare.recipe.layers import Gradient
-from dare.stages import STAGES, parse_method
+from dare.stages import parse_method
 from dare.stages.registry import Parameter
 from dare.stores.locations import (
     WEIGHT_SUFFIXES,
@@ -50,7 +41,6 @@ from dare.stores.locations import (
     looks_like_name,
     parse_address,
     to_path,
-    without_credentials,
 )
 from dare.tensors.files import read_limited
 
@@ -224,7 +214,7 @@ def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 # Files that are called like this are told apart by their folders.
 GENERIC_NAMES = {"model", "pytorch_model", "adapter_model"}
 
-_WEIGHT = Parameter("weight", None, Annotated[float, Field(allow_inf_nan=False)])
+_WEIGHT = Parameter("weight", None, Finite)
 
 
 def as_path(value: object) -> Path:
@@ -273,106 +263,42 @@ def _check_span(value: object) -> tuple[int, int]:
     raise ValueError("must be the first layer and the one after the last, as in [0, 16]")
 
 
-AnyPath = Annotated[
-    Path, BeforeValidator(as_path), PlainSerializer(Path.as_posix, when_used="json")
-]
+AnyPath = Annotated[Path, Before(as_path)]
 Weight = Annotated[
     float | Gradient | None,
-    BeforeValidator(lambda value: None if value is None else _WEIGHT.check(value, "")),
+    Before(lambda value: None if value is None else _WEIGHT.check(value, "")),
 ]
-Span = Annotated[tuple[int, int], BeforeValidator(_check_span)]
-Words = Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)]
+Span = Annotated[tuple[int, int], Before(_check_span)]
+Words = Annotated[tuple[str, ...] | None, Before(as_tuple)]
 # A method that has a name of its own is written as its stages.
-Method = Annotated[
-    str, AfterValidator(lambda value: "+".join(stage.name for stage in parse_method(value)))
-]
-OwnSettings = Annotated[dict[str, Any], AfterValidator(with_lists)]
+Method = Annotated[str, After(lambda value: "+".join(stage.name for stage in parse_method(value)))]
+OwnSettings = Annotated[dict[str, Any], After(with_lists)]
 
 
-# Marks in the declaration of a field.
-SAME_WEIGHTS = "the merged weights do not depend on it"
-NOT_RECORDED = "the manifest of an output leaves it out"
+class Entry(Strict):
+    """An entry of a list, which may have parameters of stages among its keys."""
+
+    def to_tables(self) -> dict[str, Any]:
+        """Return it as people write it."""
+        tables = super().to_tables()
+        settings: dict[str, Any] = tables.pop("settings", {})
+        return tables | settings
 
 
-class Strict(BaseModel):
-    """Refuses unknown names and wrong types, in our words."""
-
-    # A class that only stands inside another's fields is never built by itself.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
-    )
-
-    def __init__(self, **given: Any) -> None:
-        try:
-            super().__init__(**given)
-        except ValidationError as error:
-            raise _explained(error, type(self)) from None
-
-    def __init_subclass__(cls, **_checked: Any) -> None:
-        """Let classes say `init=False` to type checkers: fields take more than they hold."""
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with some fields changed, checked like any other."""
-        del deep  # nothing in it can be changed
-        fields = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**(fields | dict(update or {})))
-
-    @classmethod
-    def marked(cls, mark: str) -> set[str]:
-        """Return the names of the fields whose declaration has a mark."""
-        return {name for name, field in cls.model_fields.items() if mark in field.metadata}
-
-    def without(self, mark: str) -> Self:
-        """Return a copy in which the fields that have a mark are not given."""
-        given = self.model_fields_set - self.marked(mark)
-        return type(self)(**{name: getattr(self, name) for name in given})
-
-    @classmethod
-    def unknown(cls, name: str) -> str:
-        """Say that there is no such field, and which one is probably meant."""
-        return f"{name}: not known{did_you_mean(name, cls.model_fields)}"
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if field.is_required() or value != field.get_default(call_default_factory=True):
-                yield name, str(value) if isinstance(value, Path) else value
-
-
-def _explained(error: ValidationError, model: type[Strict]) -> RecipeError:
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    name = ".".join(map(str, first["loc"]))
-    if isinstance(cause, RecipeError):
-        return RecipeError(f"{name}: {cause}") if len(first["loc"]) > 1 else cause
-    if first["type"] == "missing":
-        return RecipeError(f"{name} is missing")
-    if first["type"] != "extra_forbidden":
-        given = without_credentials(repr(first["input"]))
-        return RecipeError(f"{name} = {given}: {cause or fault_text(first)}")
-    if stage := next((stage for stage in STAGES.values() if name in stage.parameters), None):
-        return RecipeError(
-            f"{name}: is a parameter of {stage.name}: stages={{{stage.name!r}: {{{name!r}: …}}}}"
-        )
-    return RecipeError(model.unknown(name))
-
-
-class ModelEntry(Strict, init=False):
+class ModelEntry(Entry):
     """One fine-tune: its file or directory, its share, and what is different for it.
 
     >>> ModelEntry(file="math.safetensors", weight=0.5, settings={"drop_rate": 0.8}).weight
     0.5
     """
 
-    file: AnyPath = Field(description="A safetensors file, or a directory that holds the model.")
-    weight: Weight = Field(None, description="Its share; the default depends on the method.")
-    seed: int | None = Field(None, ge=0, description="Its seed, in place of seed + i.")
-    range: Span | None = Field(
-        None, description="In [[layers]]: its layers, if they differ from the base's."
+    file: AnyPath = described("A safetensors file, or a directory that holds the model.")
+    weight: Weight = described("Its share; the default depends on the method.", None)
+    seed: int | None = described("Its seed, in place of seed + i.", None, ge=0)
+    range: Span | None = described(
+        "In [[layers]]: its layers, if they differ from the base's.", None
     )
-    settings: OwnSettings = Field(
-        default_factory=dict, description="Parameters of delta stages that are different for it."
-    )
+    settings: OwnSettings = described("Parameters of delta stages that are different for it.", {})
 
     @property
     def name(self) -> str:
@@ -400,34 +326,30 @@ class ModelEntry(Strict, init=False):
         return self.path.parts[-len(parts) :] == parts
 
 
-class TokenEntry(Strict, init=False):
+class TokenEntry(Strict):
     """The row of a token: another model's, of the same token unless one is named, or zeros.
 
     >>> TokenEntry(model="chat", token="</s>").force
     False
     """
 
-    model: str | None = Field(None, description="The model that has the row; `base` is the base.")
-    token: str | None = Field(None, description="Another token of that model.")
-    id: int | None = Field(None, ge=0, description="The number of the row in that model.")
-    zero: bool = Field(False, description="True for a row of zeros.")
-    force: bool = Field(False, description="True to ignore the rows that models have for it.")
+    model: str | None = described("The model that has the row; `base` is the base.", None)
+    token: str | None = described("Another token of that model.", None)
+    id: int | None = described("The number of the row in that model.", None, ge=0)
+    zero: bool = described("True for a row of zeros.", False)
+    force: bool = described("True to ignore the rows that models have for it.", False)
 
-    @model_validator(mode="after")
-    def _is_one_row(self) -> Self:
+    def check_together(self) -> None:
         if self.zero == (self.model is not None):
             raise RecipeError('a token needs a model or "zero": {model = "chat"}')
         if (self.token is not None) + (self.id is not None) > (not self.zero):
             raise RecipeError("a token is given by token or by id, and only with a model")
-        return self
 
 
-TokenRow = Annotated[
-    TokenEntry, BeforeValidator(lambda value: {"zero": True} if value == "zero" else value)
-]
+TokenRow = Annotated[TokenEntry, Before(lambda value: {"zero": True} if value == "zero" else value)]
 
 
-class TensorRule(Strict, init=False):
+class TensorRule(Entry):
     """A method or parameters for the tensors whose names match a pattern, or contain a text.
 
     >>> rule = TensorRule(contains="mlp", match="*.weight", settings={"drop_rate": 0.5})
@@ -435,26 +357,22 @@ class TensorRule(Strict, init=False):
     (True, False)
     """
 
-    match: Words = Field(None, description="A pattern or a list of them: * and ? as in a shell.")
-    contains: Words = Field(
-        None, description="A part of the name, or a list of them; with match, both must hold."
+    match: Words = described("A pattern or a list of them: * and ? as in a shell.", None)
+    contains: Words = described(
+        "A part of the name, or a list of them; with match, both must hold.", None
     )
-    model: Words = Field(
-        None, description="The model or models that it is for, by name or file; default: all."
+    model: Words = described(
+        "The model or models that it is for, by name or file; default: all.", None
     )
-    method: Method | None = Field(None, description="The method for these tensors, if it differs.")
-    weight: Weight = Field(None, description="The models' weight for these tensors.")
-    settings: OwnSettings = Field(
-        default_factory=dict, description="Parameters of stages for these tensors."
-    )
+    method: Method | None = described("The method for these tensors, if it differs.", None)
+    weight: Weight = described("The models' weight for these tensors.", None)
+    settings: OwnSettings = described("Parameters of stages for these tensors.", {})
 
-    @model_validator(mode="after")
-    def _names_tensors(self) -> Self:
+    def check_together(self) -> None:
         if self.match is None and self.contains is None:
             raise RecipeError('match is missing: write match = "*.mlp.*" or contains = "mlp"')
         if self.model is not None and self.method is not None:
             raise RecipeError(f"{self}: a method is for all models; leave model or method out")
-        return self
 
     def matches(self, tensor: str) -> bool:
         """Say whether the rule applies to a tensor."""
@@ -466,12 +384,6 @@ class TensorRule(Strict, init=False):
         words = {"matching": self.match, "containing": self.contains, "of model": self.model}
         parts = [f"{word} {', '.join(map(repr, t))}" for word, t in words.items() if t is not None]
         return f"tensors {' '.join(parts)}"
-
-
-def flat(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry with its parameters among its keys, as `document` reads it."""
-    settings: dict[str, Any] = entry.get("settings", {})
-    return {key: value for key, value in entry.items() if key != "settings"} | settings
 
 
 def distinct(names: Sequence[str]) -> list[str]:

@@ -8,43 +8,44 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
-
+from dare.documents.values import After, Before, Limits
 from dare.kernels import check_backend
-from dare.recipe.entries import NOT_RECORDED, AnyPath, Strict, parse_size
+from dare.recipe.entries import AnyPath, parse_size
+from dare.recipe.fields import NOT_RECORDED, Strict, described
 
 DEFAULT_MEMORY = 1 << 30
 """The limit for buffers where `max_memory` is not given, if a method can do with it."""
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=1 << 63)]
+Size = Annotated[int, Before(parse_size), Limits(gt=0, lt=1 << 63)]
 
 
-class RunOptions(Strict, init=False):
+class RunOptions(Strict):
     """Threads, memory, and the machines that work.
 
     >>> RunOptions(max_memory="512MiB").max_memory
     536870912
     """
 
-    verbose: bool = Field(True, description="Show progress and warnings.")
-    max_memory: Size | None = Field(
+    verbose: bool = described("Show progress and warnings.", True)
+    max_memory: Size | None = described(
+        "Memory for buffers, such as 512MiB; the process takes about 200 MB more. By default "
+        "1 GiB, or for whole matrices up to half of what is free.",
         None,
-        description="Memory for buffers, such as 512MiB; the process takes about 200 MB more. "
-        "By default 1 GiB, or for whole matrices up to half of what is free.",
     )
-    threads: int | None = Field(
-        None, gt=0, description="Worker threads; by default one for each core."
-    )
-    cluster: Annotated[str | None, NOT_RECORDED] = Field(
-        None, min_length=1, description="The Ray cluster that does the work: auto, or its address."
-    )
-    scratch: Annotated[AnyPath | None, NOT_RECORDED] = Field(
+    threads: int | None = described("Worker threads; by default one for each core.", None, gt=0)
+    cluster: str | None = described(
+        "The Ray cluster that does the work: auto, or its address.",
         None,
-        description="Folder in which an output for a store is made first. By default one in your "
-        "cache.",
+        NOT_RECORDED,
+        min_length=1,
     )
-    backend: Annotated[str, AfterValidator(check_backend), NOT_RECORDED] = Field(
-        "cpu", description="The kernels that compute: cpu, or reference, which defines them."
+    scratch: AnyPath | None = described(
+        "Folder in which an output for a store is made first. By default one in your cache.",
+        None,
+        NOT_RECORDED,
+    )
+    backend: Annotated[str, After(check_backend)] = described(
+        "The kernels that compute: cpu, or reference, which defines them.", "cpu", NOT_RECORDED
     )
 
 

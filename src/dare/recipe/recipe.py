@@ -24,7 +24,7 @@ A rule may name a method for its tensors. Where a later rule names another, it d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -32,30 +32,26 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
-
+from dare.documents.values import After, Before, Finite, Limits
 from dare.documents.words import times
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.entries import (
-    NOT_RECORDED,
     OTHER_NAMES,
-    SAME_WEIGHTS,
     AnyPath,
     Method,
     ModelEntry,
     Span,
-    Strict,
     TensorRule,
     TokenEntry,
     TokenRow,
     as_path,
     as_tuple,
-    flat,
     model_names,
     with_lists,
     write_toml,
     written_models,
 )
+from dare.recipe.fields import NOT_RECORDED, SAME_WEIGHTS, Strict, described
 from dare.recipe.layers import OUTSIDE, Gradient, value_at
 from dare.recipe.options import USUAL, RunOptions, Size
 from dare.recipe.search import Search, search_table
@@ -68,9 +64,7 @@ from dare.tensors.names import is_embedding
 __all__ = ["ModelEntry", "Recipe", "Request", "TensorRule"]
 
 EmbeddingDropRate = Annotated[
-    float,
-    AfterValidator(partial(check_drop_rate, name="embedding_drop_rate")),
-    Field(json_schema_extra={"minimum": 0, "exclusiveMaximum": 1}),
+    Finite, After(partial(check_drop_rate, name="embedding_drop_rate")), Limits(ge=0, lt=1)
 ]
 
 OTHER_TYPES = ("Q8_0",)  # of formats that are not safetensors
@@ -83,7 +77,7 @@ def _type_name(name: object) -> str | None:
     return other if other in OTHER_TYPES else weight_type(name).name
 
 
-WeightType = Annotated[str | None, BeforeValidator(_type_name)]
+WeightType = Annotated[str | None, Before(_type_name)]
 Policy = Literal["error", "base"]
 POLICIES = ("error", "base", "union")  # for tokens that differ
 RESERVED = (*POLICIES, "auto")  # words that are no name of a model
@@ -108,7 +102,24 @@ def names_of(chain: Chain) -> str:
     return "+".join(stage.name for stage, _ in chain)
 
 
-class Recipe(Strict, init=False):
+def _as_entries(value: object) -> object:
+    if isinstance(value, str | PathLike):
+        value = [value]
+    if not isinstance(value, Sequence):
+        return value
+    return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
+
+
+def _without_gaps(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Leave out keys whose value is None: TOML has no such value."""
+    given = {
+        stage: with_lists({name: v for name, v in table.items() if v is not None})
+        for stage, table in value.items()
+    }
+    return {stage: table for stage, table in given.items() if table or stage not in STAGES}
+
+
+class Recipe(Strict):
     """A merge, completely described.
 
     >>> recipe = Recipe(base="b.safetensors", models=["m.safetensors"], output="o.safetensors")
@@ -116,201 +127,118 @@ class Recipe(Strict, init=False):
     ('dare+linear', 42)
     """
 
-    base: AnyPath = Field(description="The model that the others were fine-tuned from.")
-    models: tuple[ModelEntry, ...] = Field(description="The fine-tunes to merge.")
-    output: Annotated[AnyPath | None, SAME_WEIGHTS] = Field(
-        None, description="Where the merged model goes: a directory, NAME.safetensors or NAME.gguf."
+    base: AnyPath = described("The model that the others were fine-tuned from.")
+    models: Annotated[tuple[ModelEntry, ...], Before(_as_entries)] = described(
+        "The fine-tunes to merge."
     )
-    merges: dict[str, Recipe] = Field(
-        default_factory=dict, description="Merges by name, which may stand in place of models."
-    )
-    layers: Annotated[tuple[Layers, ...], BeforeValidator(as_tuple)] = Field(
-        (), description="Ranges of layers that the output is a stack of; then there are no models."
-    )
-
-    method: Method = Field(
-        "dare+linear", description="Delta stages, one combine stage and refine stages, joined by +."
-    )
-    stages: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Parameters by stage name."
-    )
-    tensors: Annotated[tuple[TensorRule, ...], BeforeValidator(as_tuple)] = Field(
-        (), description="A method or parameters for the tensors whose names match a pattern."
-    )
-    embedding_drop_rate: EmbeddingDropRate | None = Field(
-        None, description="Drop rate of embeddings and head, if it differs."
-    )
-    seed: int = Field(42, ge=0, description="Model i uses seed + i, unless it has its own.")
-    scale: float = Field(1.0, description="Factor λ on the merged delta.")
-    dtype: WeightType = Field(
+    output: AnyPath | None = described(
+        "Where the merged model goes: a directory, NAME.safetensors or NAME.gguf.",
         None,
-        description="Type of the merged weights (F32, BF16, …; GGUF: Q8_0); default: the base's.",
+        SAME_WEIGHTS,
     )
-    format: Literal["input"] | None = Field(
-        None, description='"input" stores quantised weights as the base does, not as plain ones.'
-    )
-
-    gathered: AnyPath | None = Field(
-        None, description="File of Gram matrices for regmean, and of statistics of norms."
+    merges: dict[str, Recipe] = described("Merges by name, which may stand in place of models.", {})
+    layers: Annotated[tuple[Layers, ...], Before(as_tuple)] = described(
+        "Ranges of layers that the output is a stack of; then there are no models.", ()
     )
 
-    on_missing: Policy = Field(
-        "error", description="A tensor that a model lacks: refuse, or count its delta as zero."
+    method: Method = described(
+        "Delta stages, one combine stage and refine stages, joined by +.", "dare+linear"
     )
-    on_extra: Literal["error", "drop", "average", "first"] = Field(
-        "error", description="A tensor that only models have: refuse, leave out, or take theirs."
+    stages: Annotated[dict[str, dict[str, Any]], After(_without_gaps)] = described(
+        "Parameters by stage name.", {}
     )
-    on_mismatch: Policy = Field(
-        "error", description="A tensor of another shape in a model: refuse, or keep the base's."
+    tensors: Annotated[tuple[TensorRule, ...], Before(as_tuple)] = described(
+        "A method or parameters for the tensors whose names match a pattern.", ()
     )
-    on_integer_mismatch: Policy = Field(
-        "error", description="Integer tensors that differ: refuse, or keep the base's."
+    embedding_drop_rate: EmbeddingDropRate | None = described(
+        "Drop rate of embeddings and head, if it differs.", None
     )
-
-    vocabulary: str = Field(
-        "error", description="Tokens that differ: refuse, keep the base's or a model's, or unite."
+    seed: int = described("Model i uses seed + i, unless it has its own.", 42, ge=0)
+    scale: Finite = described("Factor λ on the merged delta.", 1.0)
+    dtype: WeightType = described(
+        "Type of the merged weights (F32, BF16, …; GGUF: Q8_0); default: the base's.", None
     )
-    tokens: dict[str, TokenRow] = Field(
-        default_factory=dict,
-        description="Rows of single tokens, and the models they come from.",
-    )
-    new_rows: Literal["mean", "merge", "merge_all"] = Field(
-        "mean", description="Rows of tokens that the base lacks: the models' mean, or merged."
-    )
-    pad_to_multiple_of: int | None = Field(
-        None, gt=0, le=1 << 16, description="Pad embedding and head with zeros to this multiple."
-    )
-    copy_from: Annotated[str | None, SAME_WEIGHTS] = Field(
-        None, description="The model whose config and tokenizer an output directory gets."
-    )
-    chat_template: Annotated[str, SAME_WEIGHTS] = Field(
-        "auto", description="auto, a model's or a template's name, a file, or the template itself."
-    )
-    allow_pickle: Annotated[bool, SAME_WEIGHTS] = Field(
-        False, description="Also read pytorch_model.bin and the like, with torch, weights only."
-    )
-    allow_not_finite: Annotated[bool, SAME_WEIGHTS] = Field(
-        False, description="Merge even if inputs or results are NaN or infinite."
+    format: Literal["input"] | None = described(
+        '"input" stores quantised weights as the base does, not as plain ones.', None
     )
 
-    delta_threshold: Annotated[float, SAME_WEIGHTS] = Field(
-        0.002, ge=0, description="Count elements whose |δ| exceeds this, and warn."
-    )
-    shard_size: Annotated[Size | None, SAME_WEIGHTS] = Field(
-        None, description="Largest output file, such as 5GB; the output is then a directory."
-    )
-    input_digests: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple), NOT_RECORDED] = (
-        Field(None, description="Digests that the inputs must have, base first; see the manifest.")
+    gathered: AnyPath | None = described(
+        "File of Gram matrices for regmean, and of statistics of norms.", None
     )
 
-    output_digest: Annotated[str | None, SAME_WEIGHTS, NOT_RECORDED] = Field(
-        None, description="Digest that the merged weights must have; see the manifest."
+    on_missing: Policy = described(
+        "A tensor that a model lacks: refuse, or count its delta as zero.", "error"
+    )
+    on_extra: Literal["error", "drop", "average", "first"] = described(
+        "A tensor that only models have: refuse, leave out, or take theirs.", "error"
+    )
+    on_mismatch: Policy = described(
+        "A tensor of another shape in a model: refuse, or keep the base's.", "error"
+    )
+    on_integer_mismatch: Policy = described(
+        "Integer tensors that differ: refuse, or keep the base's.", "error"
     )
 
-    search: Annotated[Search | None, BeforeValidator(search_table), SAME_WEIGHTS, NOT_RECORDED] = (
-        Field(None, description="What a search around this recipe tries; a merge ignores it.")
+    vocabulary: str = described(
+        "Tokens that differ: refuse, keep the base's or a model's, or unite.", "error"
+    )
+    tokens: dict[str, TokenRow] = described(
+        "Rows of single tokens, and the models they come from.", {}
+    )
+    new_rows: Literal["mean", "merge", "merge_all"] = described(
+        "Rows of tokens that the base lacks: the models' mean, or merged.", "mean"
+    )
+    pad_to_multiple_of: int | None = described(
+        "Pad embedding and head with zeros to this multiple.", None, gt=0, le=1 << 16
+    )
+    copy_from: str | None = described(
+        "The model whose config and tokenizer an output directory gets.", None, SAME_WEIGHTS
+    )
+    chat_template: str = described(
+        "auto, a model's or a template's name, a file, or the template itself.",
+        "auto",
+        SAME_WEIGHTS,
+    )
+    allow_pickle: bool = described(
+        "Also read pytorch_model.bin and the like, with torch, weights only.", False, SAME_WEIGHTS
+    )
+    allow_not_finite: bool = described(
+        "Merge even if inputs or results are NaN or infinite.", False, SAME_WEIGHTS
+    )
+
+    delta_threshold: Finite = described(
+        "Count elements whose |δ| exceeds this, and warn.", 0.002, SAME_WEIGHTS, ge=0
+    )
+    shard_size: Size | None = described(
+        "Largest output file, such as 5GB; the output is then a directory.", None, SAME_WEIGHTS
+    )
+    input_digests: Annotated[tuple[str, ...] | None, Before(as_tuple)] = described(
+        "Digests that the inputs must have, base first; see the manifest.", None, NOT_RECORDED
+    )
+    output_digest: str | None = described(
+        "Digest that the merged weights must have; see the manifest.",
+        None,
+        SAME_WEIGHTS,
+        NOT_RECORDED,
+    )
+
+    search: Annotated[Search | None, Before(search_table)] = described(
+        "What a search around this recipe tries; a merge ignores it.",
+        None,
+        SAME_WEIGHTS,
+        NOT_RECORDED,
     )
 
     @classmethod
     def unknown(cls, name: str) -> str:
-        if name in RunOptions.model_fields:
+        if name in RunOptions.fields():
             return f"{name}: is an option of a run, not of a recipe: pass it to merge(…, {name}=…)"
-        known = (*cls.model_fields, *RunOptions.model_fields)
+        known = (*cls.fields(), *RunOptions.fields())
         return f"{name}: not known{did_you_mean(name, known)}"
 
-    @field_validator("models", mode="before")
-    @classmethod
-    def _entries(cls, value: object) -> object:
-        if isinstance(value, str | PathLike):
-            value = [value]
-        if not isinstance(value, Sequence):
-            return value
-        return tuple(ModelEntry(file=e) if isinstance(e, str | PathLike) else e for e in value)
-
-    @field_validator("stages")
-    @classmethod
-    def _without_gaps(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Leave out keys whose value is None: TOML has no such value."""
-        given = {
-            stage: with_lists({name: v for name, v in table.items() if v is not None})
-            for stage, table in value.items()
-        }
-        return {stage: table for stage, table in given.items() if table or stage not in STAGES}
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if problem := next(self._problems(), None):
+    def check_together(self) -> None:
+        if problem := next(_problems(self), None):
             raise RecipeError(problem)
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        """Yield what does not go together, where each value alone may be right."""
-        names = {method: [stage.name for stage, _ in c] for method, c in self.chains.items()}
-        for name in self.stages:
-            if name not in STAGES:
-                yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
-            elif not any(name in stages for stages in names.values()):
-                methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
-                yield f"[{name}] would have no effect: {'; '.join(methods)}"
-        for name, entry in zip(self.names, self.models, strict=True):
-            yield from self._override_problems(entry, f"model {name}: ", False)
-        for rule, indices in self.rules:
-            yield from self._override_problems(rule, f"{rule}: ", indices is None)
-        if "" in self.tokens:
-            yield "tokens: a token has no characters; leave it out"
-        _ = self.vocabulary_of, self.token_rows  # refuse models that are not there
-        takes_models = self.chain.combine.models != 0
-        if self.layers and (self.models or takes_models):
-            yield "[[layers]]: models and method belong in its entries, or in [merges.NAME]"
-        elif takes_models and not self.models:
-            yield "no models: name at least one"
-        for combine in (chain.combine for chain in self.chains.values()):
-            if combine.models not in (None, len(self.models)):
-                yield self._wrong_count(combine)
-        if self.format is not None and self.dtype is not None:
-            yield f'format = "{self.format}" says how weights are stored; leave dtype out'
-        if self.input_digests is not None and len(self.input_digests) != len(self.read_files):
-            yield f"input_digests: {len(self.input_digests)} given for {len(self.read_files)} files"
-        drops = any("drop_rate" in s.parameters for s, _ in self.all_stages if s.kind == "delta")
-        if self.embedding_drop_rate is not None and not drops:
-            yield f"embedding_drop_rate would have no effect: method {self.method!r} drops nothing"
-
-    def _wrong_count(self, combine: Stage) -> str:
-        """Say how many models a combine stage takes, how many there are, and the remedy."""
-        found = times(len(self.models), "is", "are")
-        said = f"{combine.name} merges {times(combine.models or 0, 'model')}, but {found} given"
-        if combine.interpolates is None:
-            return said
-        if len(self.models) == 1:
-            files = [self.base, self.models[0].file]
-            return f"{said}; to go from the base to it, {written_models(files)}"
-        kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
-        return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
-
-    def _override_problems(
-        self, entry: ModelEntry | TensorRule, where: str, may_combine: bool
-    ) -> Iterator[str]:
-        method = entry.method if isinstance(entry, TensorRule) else None
-        chains = [[s for s, _ in self.chains[m]] for m in ([method] if method else self.chains)]
-        known = {
-            name
-            for stages in chains
-            for stage in stages
-            for name in stage.parameters
-            if (may_combine or stage.kind == "delta") and stage in takers(stages, name)
-        }
-        for name, value in entry.settings.items():
-            if name not in known:
-                yield (
-                    f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
-                    f"known: {', '.join(sorted(known)) or 'none'}"
-                )
-            for stage in (taker for stages in chains for taker in takers(stages, name)):
-                stage.parameters[name].check(value, where)
-        combines = list(map(combine_of, chains))
-        if entry.weight is not None and all(c.default_weight is None for c in combines):
-            takes = ", ".join(combines[0].parameters)
-            yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
 
     @property
     def chain(self) -> Chain:
@@ -532,58 +460,13 @@ class Recipe(Strict, init=False):
             described.append([match, rule.settings, *([given] if given else [])])
         return described
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+    def changed(self, **fields: Any) -> Self:
         """Return a recipe with some fields changed, checked like any other.
 
         One that gives other weights no longer demands those of a manifest.
         """
-        others = {"output_digest": None} if set(update or ()) - self.marked(SAME_WEIGHTS) else {}
-        return super().model_copy(update=others | dict(update or {}), deep=deep)
-
-    def with_files(self, base: Path, files: Sequence[Path], output: Path | None) -> Self:
-        """Return the recipe with its files elsewhere; what names a model means the same one."""
-        entries = tuple(
-            entry.model_copy(update={"file": file})
-            for entry, file in zip(self.models, files, strict=True)
-        )
-        rules = self.rules_of(dict(enumerate(files)))
-        changed = {"base": base, "models": entries, "output": output, "tensors": rules}
-        changed |= self._renamed(("base", *model_names(entries)))
-        return self.model_copy(update={**changed, "output_digest": self.output_digest})
-
-    def _renamed(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the fields that name inputs, with other names for these."""
-
-        def named(word: str | None) -> str | None:
-            if word is None or word in RESERVED or "{" in word:
-                return word
-            number = self.find_input(word, word)
-            name = word if number is None else names[number]
-            return f"./{name}" if number and name in RESERVED else name
-
-        rows = {
-            t: row.model_copy(update={"model": named(row.model)}) for t, row in self.tokens.items()
-        }
-        fields = ("vocabulary", "copy_from", "chat_template")
-        changed = {"tokens": rows} | {name: named(getattr(self, name)) for name in fields}
-        return {name: value for name, value in changed.items() if value != getattr(self, name)}
-
-    def rows_without(self, kept: Iterable[ModelEntry]) -> dict[str, Any]:
-        """Return the fields for tokens, without the models that are not kept."""
-        files = {entry.file for entry in kept}
-        gone = {1 + n for n, entry in enumerate(self.models) if entry.file not in files}
-        rows = {t: row for t, (number, row) in self.token_rows.items() if number not in gone}
-        vocabulary = "union" if self.vocabulary_of in gone else self.vocabulary
-        return {"tokens": rows, "vocabulary": vocabulary} if gone else {}
-
-    def rules_of(self, files: Mapping[int, Path]) -> tuple[TensorRule, ...]:
-        """Return the rules that concern some models, by number, with the files that these get."""
-        rules = []
-        for rule, indices in self.rules:
-            own = tuple(str(files[index]) for index in indices or () if index in files)
-            if indices is None or own:
-                rules.append(rule if indices is None else rule.model_copy(update={"model": own}))
-        return tuple(rules)
+        others = {"output_digest": None} if fields.keys() - self.marked(SAME_WEIGHTS) else {}
+        return super().changed(**others | fields)
 
     @property
     def has_gradients(self) -> bool:
@@ -596,7 +479,7 @@ class Recipe(Strict, init=False):
     @property
     def has_given_threshold(self) -> bool:
         """True if the user has given `delta_threshold`, even if it is the default's value."""
-        return "delta_threshold" in self.model_fields_set
+        return "delta_threshold" in self.given
 
     @property
     def named(self) -> dict[str, Path]:
@@ -630,21 +513,6 @@ class Recipe(Strict, init=False):
         """All files and directories that it names."""
         return self.inputs if self.output is None else (*self.inputs, self.output)
 
-    def moved(self, move: Callable[[Path], Path], output: Path | None = None) -> Self:
-        """Return the recipe with all that it reads elsewhere, and another output."""
-
-        def place(file: Path) -> Path:
-            return file if str(file) in self.merges else move(file)
-
-        inner: dict[str, Any] = {
-            "merges": {name: merge.moved(place) for name, merge in self.merges.items()},
-            "layers": tuple(entry.moved(place) for entry in self.layers),
-            **({"gathered": place(self.gathered)} if self.gathered else {}),
-        }
-        files = [place(entry.file) for entry in self.models]
-        moved = self.with_files(place(self.base), files, output)
-        return moved.model_copy(update={**inner, "output_digest": self.output_digest})
-
     def to_toml(self) -> str:
         """Write the recipe as TOML; `load_recipe` reads it back to an equal recipe."""
         return write_toml(self.to_tables())
@@ -654,29 +522,34 @@ class Recipe(Strict, init=False):
 
         A given threshold stays, whatever its value: to give it means something.
         """
-        inner = {"merges", "layers"}
-        plain = self.model_dump(mode="json", exclude_defaults=True, by_alias=True, exclude=inner)
-        plain |= {"delta_threshold": self.delta_threshold} if self.has_given_threshold else {}
-        plain["models"] = [e["file"] if set(e) == {"file"} else flat(e) for e in plain["models"]]
-        lists = {
-            "tensors": [flat(rule) for rule in plain.pop("tensors", [])],
-            "layers": [entry.to_tables() for entry in self.layers],
-            "merges": {n: m.to_tables() for n, m in self.merges.items() if n in self.named},
+        tables = super().to_tables()
+        tables |= {"delta_threshold": self.delta_threshold} if self.has_given_threshold else {}
+        tables["models"] = [e["file"] if set(e) == {"file"} else e for e in tables["models"]]
+        last = {
+            name: tables.pop(name) for name in ("tensors", "layers", "merges") if name in tables
         }
-        stages = plain.pop("stages", {})
-        files = {name: plain.pop(name) for name in OTHER_NAMES if name in plain}
-        own = {**files, **plain, **stages}
-        return own | {name: tables for name, tables in lists.items() if tables}
+        if "merges" in last:
+            last["merges"] = {
+                name: merge for name, merge in last["merges"].items() if name in self.named
+            }
+        stages = tables.pop("stages", {})
+        files = {name: tables.pop(name) for name in OTHER_NAMES if name in tables}
+        return {
+            **files,
+            **tables,
+            **stages,
+            **{name: value for name, value in last.items() if value},
+        }
 
     def to_document(self) -> dict[str, Any]:
         """Return the tables as manifests hold them: with the files in a table [models]."""
         return Request(self).to_document()
 
 
-class Layers(Recipe, init=False):
+class Layers(Recipe):
     """A range of layers of a stack: those of the base, or a merge of its own."""
 
-    range: Span = Field(description="The first layer, and the one after the last.")
+    range: Span = described("The first layer, and the one after the last.")
 
     def to_tables(self) -> dict[str, Any]:
         """Return it as people write it: a range of a model as it is has nothing else."""
@@ -685,7 +558,76 @@ class Layers(Recipe, init=False):
         return tables if self.models else {"model": tables["base"], **rest}
 
 
-Recipe.model_rebuild()
+def _problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what does not go together, where each value alone may be right."""
+    names = {method: [stage.name for stage, _ in c] for method, c in recipe.chains.items()}
+    for name in recipe.stages:
+        if name not in STAGES:
+            yield f"[{name}]: no such stage{did_you_mean(name, STAGES)}"
+        elif not any(name in stages for stages in names.values()):
+            methods = (f"method {m!r} is {', '.join(stages)}" for m, stages in names.items())
+            yield f"[{name}] would have no effect: {'; '.join(methods)}"
+    for name, entry in zip(recipe.names, recipe.models, strict=True):
+        yield from _override_problems(recipe, entry, f"model {name}: ", False)
+    for rule, indices in recipe.rules:
+        yield from _override_problems(recipe, rule, f"{rule}: ", indices is None)
+    if "" in recipe.tokens:
+        yield "tokens: a token has no characters; leave it out"
+    _ = recipe.vocabulary_of, recipe.token_rows  # refuse models that are not there
+    takes_models = recipe.chain.combine.models != 0
+    if recipe.layers and (recipe.models or takes_models):
+        yield "[[layers]]: models and method belong in its entries, or in [merges.NAME]"
+    elif takes_models and not recipe.models:
+        yield "no models: name at least one"
+    for combine in (chain.combine for chain in recipe.chains.values()):
+        if combine.models not in (None, len(recipe.models)):
+            yield _wrong_count(recipe, combine)
+    if recipe.format is not None and recipe.dtype is not None:
+        yield f'format = "{recipe.format}" says how weights are stored; leave dtype out'
+    if recipe.input_digests is not None and len(recipe.input_digests) != len(recipe.read_files):
+        yield f"input_digests: {len(recipe.input_digests)} given for {len(recipe.read_files)} files"
+    drops = any("drop_rate" in s.parameters for s, _ in recipe.all_stages if s.kind == "delta")
+    if recipe.embedding_drop_rate is not None and not drops:
+        yield f"embedding_drop_rate would have no effect: method {recipe.method!r} drops nothing"
+
+
+def _wrong_count(recipe: Recipe, combine: Stage) -> str:
+    """Say how many models a combine stage takes, how many there are, and the remedy."""
+    found = times(len(recipe.models), "is", "are")
+    said = f"{combine.name} merges {times(combine.models or 0, 'model')}, but {found} given"
+    if combine.interpolates is None:
+        return said
+    if len(recipe.models) == 1:
+        files = [recipe.base, recipe.models[0].file]
+        return f"{said}; to go from the base to it, {written_models(files)}"
+    kin = (s for s in STAGES.values() if s.interpolates is not None and s.models is None)
+    return f"{said} besides the base; {' and '.join(s.name for s in kin)} take any number"
+
+
+def _override_problems(
+    recipe: Recipe, entry: ModelEntry | TensorRule, where: str, may_combine: bool
+) -> Iterator[str]:
+    method = entry.method if isinstance(entry, TensorRule) else None
+    chains = [[s for s, _ in recipe.chains[m]] for m in ([method] if method else recipe.chains)]
+    known = {
+        name
+        for stages in chains
+        for stage in stages
+        for name in stage.parameters
+        if (may_combine or stage.kind == "delta") and stage in takers(stages, name)
+    }
+    for name, value in entry.settings.items():
+        if name not in known:
+            yield (
+                f"{where}{name} is not a parameter here{did_you_mean(name, known)}; "
+                f"known: {', '.join(sorted(known)) or 'none'}"
+            )
+        for stage in (taker for stages in chains for taker in takers(stages, name)):
+            stage.parameters[name].check(value, where)
+    combines = list(map(combine_of, chains))
+    if entry.weight is not None and all(c.default_weight is None for c in combines):
+        takes = ", ".join(combines[0].parameters)
+        yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
 
 
 def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -714,14 +656,14 @@ class Request:
     @classmethod
     def of(cls, **fields: Any) -> Self:
         """Build a request from the fields of a recipe and options, all by their names."""
-        options = {name: fields.pop(name) for name in RunOptions.model_fields if name in fields}
+        options = {name: fields.pop(name) for name in RunOptions.fields() if name in fields}
         return cls(Recipe(**fields), RunOptions(**options))
 
     def changed(self, **fields: Any) -> Self:
         """Return the request with some fields and options changed, checked like any other."""
-        options = {name: fields.pop(name) for name in RunOptions.model_fields if name in fields}
-        recipe = self.recipe.model_copy(update=fields) if fields else self.recipe
-        return replace(self, recipe=recipe, options=self.options.model_copy(update=options))
+        options = {name: fields.pop(name) for name in RunOptions.fields() if name in fields}
+        recipe = self.recipe.changed(**fields) if fields else self.recipe
+        return replace(self, recipe=recipe, options=self.options.changed(**options))
 
     def to_toml(self) -> str:
         """Write the request as TOML; `load_recipe` reads it back to an equal one."""
@@ -729,15 +671,14 @@ class Request:
 
     def to_tables(self) -> dict[str, Any]:
         """Return recipe and options as plain tables, as people write them, without defaults."""
-        options = self.options.model_dump(mode="json", exclude_defaults=True)
-        return {**self.recipe.to_tables(), **options}
+        return {**self.recipe.to_tables(), **self.options.to_tables()}
 
     def to_document(self) -> dict[str, Any]:
         """Return the tables as manifests hold them: with the files in a table [models].
 
         Bytes of outputs depend on it, so it stays as it is.
         """
-        usual = "delta_threshold", Recipe.model_fields["delta_threshold"].default
+        usual = "delta_threshold", Recipe.fields()["delta_threshold"].default
         tables = dict(item for item in self.to_tables().items() if item != usual)
         files = {others[0]: tables.pop(own) for own, others in OTHER_NAMES.items() if own in tables}
         later = {*self.recipe.stages, "tensors", "layers", "merges"}

@@ -20,13 +20,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from dare.documents.values import Before, Finite
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.entries import Strict, as_tuple
+from dare.recipe.entries import as_tuple
+from dare.recipe.fields import Strict, described
 
 Scores = Mapping[str, float]
 Sampler = Literal["grid", "random", "tpe"]
@@ -35,21 +36,18 @@ _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
 _KINDS = ("max", "min", "keep")
 
 
-class Range(Strict, init=False):
+class Range(Strict):
     """All numbers from one to another."""
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
-    start: float = Field(alias="from", description="The smallest value.")
-    to: float = Field(description="The largest value.")
-    log: bool = Field(False, description="Whether to search on a logarithmic scale.")
-    step: float | None = Field(None, gt=0, description="The step between values.")
-    layers: int | None = Field(
-        None, ge=2, le=16, description="Number of values from the first layer to the last."
+    start: Finite = described("The smallest value.", key="from")
+    to: Finite = described("The largest value.")
+    log: bool = described("Whether to search on a logarithmic scale.", False)
+    step: Finite | None = described("The step between values.", None, gt=0)
+    layers: int | None = described(
+        "Number of values from the first layer to the last.", None, ge=2, le=16
     )
 
-    @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
+    def check_together(self) -> None:
         wrong = ""
         if self.start >= self.to:
             wrong = "the range is empty; `from` must be below `to`"
@@ -57,7 +55,6 @@ class Range(Strict, init=False):
             wrong = "log needs a range above zero, and no step"
         if wrong:
             raise RecipeError(f"from = {self.start:g}, to = {self.to:g}: {wrong}")
-        return self
 
     @property
     def values(self) -> tuple[float, ...] | None:
@@ -118,36 +115,35 @@ def _files(value: Any) -> object:
     return (str(value),) if isinstance(value, str | PathLike) else tuple(map(str, value))
 
 
-class Search(Strict, init=False):
+class Search(Strict):
     """The settings that a search tries, and its objective."""
 
-    over: Annotated[dict[str, Choices | Range], BeforeValidator(_over)] = Field(
-        default_factory=dict, description="By setting: a list of values, or a range."
+    over: Annotated[dict[str, Choices | Range], Before(_over)] = described(
+        "By setting: a list of values, or a range.", {}
     )
-    sampler: Sampler | None = Field(
-        None, description="How settings are chosen; grid if all are lists, else tpe."
+    sampler: Sampler | None = described(
+        "How settings are chosen; grid if all are lists, else tpe.", None
     )
-    trials: int | None = Field(
-        None, gt=0, description="How many candidates to score: 40 by default, all in a grid."
+    trials: int | None = described(
+        "How many candidates to score: 40 by default, all in a grid.", None, gt=0
     )
-    seeds: int = Field(1, gt=0, le=1000, description="How many seeds each setting is tried with.")
-    data: Annotated[tuple[str, ...], BeforeValidator(_files)] = Field(
-        (), description="Files of examples, one for each task: JSONL, CSV or Parquet."
+    seeds: int = described("How many seeds each setting is tried with.", 1, gt=0, le=1000)
+    data: Annotated[tuple[str, ...], Before(_files)] = described(
+        "Files of examples, one for each task: JSONL, CSV or Parquet.", ()
     )
-    minutes: float | None = Field(
-        None, gt=0, description="About how long to search; 15 where no settings are given."
+    minutes: Finite | None = described(
+        "About how long to search; 15 where no settings are given.", None, gt=0
     )
-    eval: str | None = Field(None, description="What scores a candidate, in place of examples.")
-    holdout: str | None = Field(None, description="Scores the winner once, on other data.")
-    objective: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(
-        default_factory=dict,
-        description="The weight of each score; larger is better.",
+    eval: str | None = described("What scores a candidate, in place of examples.", None)
+    holdout: str | None = described("Scores the winner once, on other data.", None)
+    objective: Annotated[dict[str, Finite], Before(_weights)] = described(
+        "The weight of each score; larger is better.", {}
     )
-    guards: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        (), description="Conditions on scores, such as english:max:1.25 or *:keep:0.95."
+    guards: Annotated[tuple[str, ...], Before(as_tuple)] = described(
+        "Conditions on scores, such as english:max:1.25 or *:keep:0.95.", ()
     )
-    race: bool = Field(False, description="Stop bad candidates early, after part of the items.")
-    time_limit: float | None = Field(None, gt=0, description="Seconds that one scoring may take.")
+    race: bool = described("Stop bad candidates early, after part of the items.", False)
+    time_limit: Finite | None = described("Seconds that one scoring may take.", None, gt=0)
 
 
 def search_table(value: object) -> object:

@@ -47,6 +47,7 @@ from dare.output.receipt import metadata_of
 from dare.output.sink import FileSink, explaining, make_sink
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
+from dare.recipe.moving import moved
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.run.engine import Run, do_census_steps, execute
@@ -319,7 +320,7 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
 
     output = None if recipe.output is None else recipe.output.absolute()
     there = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
-    return Request(recipe.moved(absolute, output), options.model_copy(update=there))
+    return Request(moved(recipe, absolute, output), options.changed(**there))
 
 
 # ---------------------------------------------------------------- the merge

@@ -49,7 +49,7 @@ from dare.output.sink import Bytes, Sink
 from dare.planning.data import TensorPlan
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
-from dare.recipe.document import ADDITION, TOO_DEEP
+from dare.recipe.document import TOO_DEEP
 from dare.recipe.layers import at_layer, count_layers, stack_and_layer
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Layers, Recipe, Request
@@ -57,6 +57,7 @@ from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions
 from dare.run.threads import Batch, Id, Results, Step
 from dare.run.worker import Make, Merger, Worker, conclusions_of, list_surveys, sources_of
+from dare.stages import find_stage
 from dare.tensors.chunks import CHUNK, chunk_span
 from dare.tensors.names import comes_before_layers
 
@@ -110,17 +111,17 @@ def open_recipe(
     for name in pinned.keys() & files:
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
         own = recipe.merges[name]
-        inner = own.model_copy(update={"merges": {**others, **own.merges}})
+        inner = own.changed(merges={**others, **own.merges})
         own_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
         names = ("" if other in own.merges else other for other in (*within, name))
         found, inputs = open_recipe(inner, options, **own_how, within=tuple(names))
         merges[name] = MergedSource(_plan_inner(found, inputs, options))
-        pinned[name] = found.model_copy(update={"merges": own.merges})
+        pinned[name] = found.changed(merges=own.merges)
     if recipe.layers:
         return _open_stack(recipe, options, {**how, "within": within})
     recipe, inputs = open_inputs(recipe, options, merges=merges, **how)
     update = {"merges": pinned, "output_digest": recipe.output_digest}
-    return recipe.model_copy(update=update) if merges else recipe, inputs
+    return recipe.changed(**update) if merges else recipe, inputs
 
 
 def _plan_inner(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer: int = 0) -> Plan:
@@ -130,10 +131,10 @@ def _plan_inner(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer
             "a merge inside another cannot change the tokens; write its result first, or set "
             "vocabulary where it is used"
         )
-    alone = options.model_copy(update={"threads": 1, "max_memory": None, "cluster": None})
+    alone = options.changed(threads=1, max_memory=None, cluster=None)
     plan = plan_inputs(recipe, inputs, alone, first_layer)
     memory = plan.cost.least_memory + SPARE_BYTES
-    return replace(plan, options=alone.model_copy(update={"max_memory": memory}))
+    return replace(plan, options=alone.changed(max_memory=memory))
 
 
 class MergedSource(Source):
@@ -242,9 +243,9 @@ def _open_stack(
     """Open a stack of layers as a base, into which nothing is merged."""
     stack, opened, notes = _Stack(), [], dict[Notice, None]()
     for number, given in enumerate(recipe.layers, start=1):
-        inner = given.model_copy(update={"merges": {**recipe.merges, **given.merges}})
+        inner = given.changed(merges={**recipe.merges, **given.merges})
         found, inputs = open_recipe(inner, options, **how)
-        is_other = recipe.layers[0].model_copy(update={"range": given.range}) != given
+        is_other = recipe.layers[0].changed(range=given.range) != given
         ends = number == 1, number == len(recipe.layers), is_other
         try:
             _check_meanings(stack, inputs)
@@ -259,17 +260,17 @@ def _open_stack(
             notes |= dict.fromkeys(source.remarks if found.models else inputs.notes)
         except (RecipeError, MismatchError) as error:
             raise type(error)(f"[[layers]], number {number}: {error}") from None
-        opened.append(found.model_copy(update={"merges": given.merges}))
+        opened.append(found.changed(merges=given.merges))
     folders = {str(e.base): source.folder for e, source in zip(opened, stack.parts, strict=True)}
     if str(recipe.base) not in folders:
-        whole = recipe.model_copy(update={"layers": ()})
+        whole = recipe.changed(layers=())
         folders[str(recipe.base)] = open_recipe(whole, options, **how)[1].folders[0]
     pinned = {"layers": tuple(opened), "output_digest": recipe.output_digest}
     _check_tokens(recipe, stack.parts[0], stack.parts[-1])
     folder = folders[str(recipe.base)]
     aligned = align_rows(recipe, stack.join(inputs.base, folder), (), [folder])
     inputs = Inputs((), (folder,), aligned, (*notes, *aligned.notes))
-    return recipe.model_copy(update=pinned), inputs
+    return recipe.changed(**pinned), inputs
 
 
 def _check_meanings(stack: _Stack, inputs: Inputs) -> None:
@@ -296,7 +297,7 @@ def _as_model(recipe: Layers, inputs: Inputs, number: int, options: RunOptions) 
         return model
     aligned = replace(inputs.aligned, models=(model,))
     alone = replace(inputs, names=inputs.names[number : number + 1], aligned=aligned)
-    made = Recipe(base=recipe.base, models=[entry.file], method=ADDITION)
+    made = Recipe(base=recipe.base, models=[entry.file], method=find_stage(adds_up=True).name)
     return MergedSource(_plan_inner(made, alone, options))
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator
 
+from dare.documents.values import After
 from dare.errors import RecipeError
 from dare.stages.blocks import Deltas, Floats
 from dare.stages.ranks import Keys, order_keys, select
@@ -25,7 +25,7 @@ Kept = Annotated[int, meaning("How many of every m neighbours a model may take."
 Group = Annotated[
     int,
     meaning("How many neighbours make a group; a power of two.", ge=1),
-    AfterValidator(_check_group),
+    After(_check_group),
 ]
 Rescaling = Annotated[bool, meaning("Multiply what is kept by m/n.")]
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
-
+from dare.documents.values import After
 from dare.stages.blocks import Block, DeltaView, Mask
 from dare.stages.registry import Settings, always, delta_stage, meaning
 from dare.tensors.mask import check_drop_rate, keep_threshold, mask_key
 
 DropRate = Annotated[
     float,
-    AfterValidator(partial(check_drop_rate, name="drop_rate")),
-    meaning(
-        "Share of each delta's elements to drop, p.",
-        json_schema_extra={"minimum": 0, "exclusiveMaximum": 1},
-    ),
+    After(partial(check_drop_rate, name="drop_rate")),
+    meaning("Share of each delta's elements to drop, p.", ge=0, lt=1),
 ]
 Rescale = Annotated[
     bool | Literal["l1"],

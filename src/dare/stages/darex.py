@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import Field
-
 from dare.errors import RecipeError
 from dare.stages.blocks import Block
 from dare.stages.dare import DropRate, drops
@@ -16,15 +14,12 @@ from dare.stages.registry import always, delta_stage, meaning
 from dare.tensors.mask import check_drop_rate
 
 Divisor = Annotated[
-    Annotated[float, Field(gt=0, le=1)] | None,
-    meaning("Divide what is kept by this, q; default: 1 - p."),
+    float | None, meaning("Divide what is kept by this, q; default: 1 - p.", gt=0, le=1)
 ]
-Excess = Annotated[
-    Annotated[float, Field(ge=0, lt=1)] | None, meaning("In place of q: q's excess over 1 - p, ε.")
-]
+Excess = Annotated[float | None, meaning("In place of q: q's excess over 1 - p, ε.", ge=0, lt=1)]
 LargestVariance = Annotated[
-    Annotated[float, Field(gt=0)] | None,
-    meaning("Raise q until Var[δ̂] is no more than this times δ², whatever p."),
+    float | None,
+    meaning("Raise q until Var[δ̂] is no more than this times δ², whatever p.", gt=0),
 ]
 
 

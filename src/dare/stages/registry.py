@@ -43,11 +43,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-
 from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
+from dare.documents.values import Limits, WrongValueError, check_of, form_of
 from dare.documents.words import exact_text, times
-from dare.errors import InputError, RecipeError, did_you_mean, fault_text, warn_caller
+from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
 from dare.tensors.chunks import bytes_digest
 
 Kind = Literal["delta", "combine", "refine"]
@@ -58,9 +57,9 @@ SurveyBytes = Callable[[tuple[int, ...], int], int]
 TensorPredicate = Callable[[Settings, str, tuple[int, ...]], bool]  # by a tensor's name and shape
 
 
-def meaning(text: str, **limits: Any) -> Any:
-    """Describe a parameter for people; the limits of its values are those of pydantic's `Field`."""
-    return Field(description=text, **limits)
+def meaning(text: str, **limits: Any) -> Limits:
+    """Describe a parameter for people, and limit its values, as in `meaning("…", ge=0, lt=1)`."""
+    return Limits(text, **limits)
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,12 @@ class Parameter:
     hint: Any = field(repr=False, compare=False)
 
     @cached_property
-    def adapter(self) -> TypeAdapter[Any]:
-        """The check of its type; made when it is asked for, since that takes a while."""
-        return TypeAdapter(self.hint, config=ConfigDict(strict=True))
+    def _check_type(self) -> Callable[[Any], Any]:
+        return check_of(self.hint)
 
     @cached_property
     def _schema(self) -> dict[str, Any]:
-        return self.adapter.json_schema()
+        return form_of(self.hint)
 
     @property
     def description(self) -> str:
@@ -121,11 +119,9 @@ class Parameter:
 
     def _check_one(self, value: Any, where: str) -> Any:
         try:
-            return self.adapter.validate_python(value)
-        except ValidationError as error:
-            first = error.errors()[0]
-            cause = first.get("ctx", {}).get("error")
-            reason = str(cause) if cause else f"{self.name} = {value!r}: {fault_text(first)}"
+            return self._check_type(value)
+        except WrongValueError as fault:
+            reason = fault.text if fault.cause else f"{self.name} = {value!r}: {fault.text}"
             raise RecipeError(where + reason) from None
 
 
@@ -134,7 +130,7 @@ _UPPER = {"maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the alternatives of a JSON schema, without the one that stands for `not given`."""
+    """Return the alternatives of a form, without the one that stands for `not given`."""
     return [choice for choice in schema.get("anyOf", [schema]) if choice.get("type") != "null"]
 
 
@@ -147,7 +143,7 @@ def _described(schema: Mapping[str, Any]) -> str:
 
 
 def _control(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if len(kinds) == 1 and not {"enum", "const"} & kinds[0].keys():
+    if len(kinds) == 1 and "enum" not in kinds[0]:
         (kind,) = kinds
         return {name: kind[name] for name in ("type", *_LOWER, *_UPPER) if name in kind}
     return {"type": "choice", "options": [value for kind in kinds for value in _values(kind)]}
@@ -155,9 +151,8 @@ def _control(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _values(schema: Mapping[str, Any]) -> Sequence[Any]:
     """Return all values of a type that has few; none of any other."""
-    if schema.get("type") == "boolean":
-        return True, False
-    return [schema["const"]] if "const" in schema else schema.get("enum", ())
+    values: Sequence[Any] = schema.get("enum", ())
+    return (True, False) if schema.get("type") == "boolean" else values
 
 
 @dataclass(frozen=True)
@@ -353,6 +348,8 @@ def _register(kind: Kind, declared: Mapping[str, Any], function: Function) -> Fu
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
+    for parameter in parameters.values():
+        check_of(parameter.hint)  # refuses a type that values cannot be checked against
     parameters |= declared.get("parameters", {})
     STAGES[name] = Stage(name, kind, function, **{**declared, "parameters": parameters})
     return function

@@ -205,7 +205,7 @@ def make_form(
     load_model: LoadModel | None = None,
 ) -> Form:
     """Return a maker of candidates as arrays (`tensors`), a torch module (`model`) or a `path`."""
-    quiet = options.model_copy(update={"verbose": False})  # many candidates would repeat it
+    quiet = options.changed(verbose=False)  # many candidates would repeat it
     if form == "path":
         return _OnDisk(recipe, work, quiet)
     # Base and models are read when the first candidate is made.
@@ -287,7 +287,7 @@ class _OnDisk:
         self.close()
         self._folder = temporary_folder(self._work)
         self.candidate = Path(self._folder.name).absolute() / self._name
-        there = recipe.model_copy(update={"output": self.candidate})
+        there = recipe.changed(output=self.candidate)
         return merge(Request(there, self._options), resume=False).digests.output
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ class SearchRequest:
     @property
     def charter(self) -> Charter:
         document = self.space.recipe.to_document()
-        table = self.table.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        table = self.table.to_tables()
         return Charter(
             recipe={"models": document.pop("models"), **document},
             space=table.get("over", {}),
@@ -189,14 +189,14 @@ def make_search(
     """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
     recipe = merge.recipe
     table = recipe.search or Search()
-    fields = {name: getattr(table, name) for name in Search.model_fields}
+    fields = {name: getattr(table, name) for name in Search.fields()}
     fields |= {name: value for name, value in settings.items() if value is not None}
     searched = {**table.over, **(over or {})}
     if (each := searched.pop(INCLUDE[:-1], None)) is not None:
         names = recipe.names
         searched = {f"{INCLUDE}{name}": each for name in names} | searched
     table = Search(**fields | {"over": searched})
-    known = Search.model_fields
+    known = Search.fields()
     idle = [name for name in NEEDS_SPACE if getattr(table, name) != known[name].default]
     if idle and not searched:
         how = f"add --over NAME=VALUES, or leave out {idle[0]} for the usual merges"
@@ -210,14 +210,14 @@ def make_search(
         judging, held = (evaluator_of(table.data, held_out=part) for part in (False, True))
         signs = {task.name: task.direction for task in tasks}
         if not table.objective and set(signs.values()) != {1}:
-            table = table.model_copy(update={"objective": signs})
+            table = table.changed(objective=signs)
     if judging is None:
         how = "--data math.jsonl code.jsonl, --eval score.py:score or 'python score.py {model}'"
         raise RecipeError(f"nothing scores the merges: add {how}")
     usual = None if searched else UsualMerges(recipe, str(gathered_place(study)) if tasks else None)
     if usual is not None:
-        table = table.model_copy(update={"over": usual.space, "race": True})
-    space = Space(recipe.model_copy(update={"search": None, "output": None}), table.over)
+        table = table.changed(over=usual.space, race=True)
+    space = Space(recipe.changed(search=None, output=None), table.over)
     space.check()
     sampler = PLAN if usual else table.sampler or ("grid" if space.is_listed else "tpe")
     planned = table.trials or DEFAULT_TRIALS
@@ -659,7 +659,7 @@ class _Search:
         """Open a scorer for each job; all are ended with the search, however it ends."""
         recipe, limit = self.request.space.recipe, self.request.table.time_limit
         threads = max(1, available_cores() // self.jobs)
-        options = self.request.merge.options.model_copy(update={"threads": threads})
+        options = self.request.merge.options.changed(threads=threads)
         open_one = partial(open_scorer, time_limit=limit, work=self.work, options=options)
         with ExitStack() as opened:
             every = (closing(open_one(evaluator, recipe)) for _ in range(self.jobs))

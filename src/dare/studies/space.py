@@ -20,15 +20,17 @@ from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import (
     FIELDS,
     INCLUDE,
-    OF_MODELS,
+    MODEL_SETTINGS,
     applies,
     get_by_name,
+    parameter_names,
     request_from_document,
     with_settings,
 )
+from dare.recipe.moving import rows_without
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.recipe.search import Choices, Range, Search
-from dare.stages import STAGES, parse_method
+from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
 SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
@@ -84,7 +86,7 @@ class Space:
                 raise RecipeError(f"over {name}: write true,false, or change the recipe's models")
         if "seed" in self.over:
             raise RecipeError("over seed: set how many seeds each setting is tried with: seeds = 5")
-        known = {*FIELDS, *OF_MODELS, *(p for stage in STAGES.values() for p in stage.parameters)}
+        known = {*FIELDS, *MODEL_SETTINGS, *parameter_names()}
         for name, dimension in self.over.items():
             if "." not in name and name not in known:
                 raise RecipeError(f"over: there is no setting {name!r}{did_you_mean(name, known)}")
@@ -103,10 +105,10 @@ class Space:
         if not shift:
             return recipe
         entries = tuple(
-            entry if entry.seed is None else entry.model_copy(update={"seed": entry.seed + shift})
+            entry if entry.seed is None else entry.changed(seed=entry.seed + shift)
             for entry in recipe.models
         )
-        return recipe.model_copy(update={"models": entries, "seed": recipe.seed + shift})
+        return recipe.changed(models=entries, seed=recipe.seed + shift)
 
     @property
     def is_listed(self) -> bool:
@@ -330,7 +332,7 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
     else:
         made = Space(recipe, Search(over=data.space).over).candidate(ranked.settings)
     more = {"gathered": Path(data.norms[ranked.key])} if ranked.key in data.norms else {}
-    return made.model_copy(update={"output": data.output, **more})
+    return made.changed(output=data.output, **more)
 
 
 def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
@@ -352,7 +354,7 @@ def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
     """Return a method with nothing set but what says how inputs fit together."""
     entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
-    more |= recipe.rows_without(entries)
+    more |= rows_without(recipe, entries)
     bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}
     bare |= {"embedding_drop_rate": None, "search": None, "output": None, "input_digests": None}
-    return recipe.model_copy(update={**bare, "models": entries, **more})
+    return recipe.changed(models=entries, **bare | more)

@@ -24,9 +24,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import xxhash
 
+from dare.documents.values import Limits
 from dare.tensors.files import as_stream, open_input
 from dare.tensors.header import TensorInfo
 
@@ -74,6 +76,7 @@ def rectangles(
 
 DIGEST_LENGTH = 32
 UNKNOWN = "0" * DIGEST_LENGTH  # stands where a digest will be, so that the length is final
+Digest = Annotated[str, Limits(pattern=f"[0-9a-f]{{{DIGEST_LENGTH}}}")]
 SEAL = "check"  # key of the digest that a document has of itself
 
 

@@ -50,6 +50,7 @@ from dare.output.targets import has_mark, partial_folder
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, write_toml
+from dare.recipe.moving import moved
 from dare.recipe.recipe import Request
 from dare.run.engine import publisher_of
 from dare.stores.locations import check_inside, confine
@@ -299,7 +300,7 @@ class Roots:
         if options.cluster is not None or options.scratch is not None:
             raise RecipeError("cluster, scratch: the page has none; use the command line")
         output = None if recipe.output is None else self.find_output(recipe.output)
-        return replace(request, recipe=recipe.moved(self.find, output))
+        return replace(request, recipe=moved(recipe, self.find, output))
 
     def listing(self, given: str | None) -> dict[str, Any]:
         """Return a folder with what one can open or choose in it; without a path, the folders."""

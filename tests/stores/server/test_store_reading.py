@@ -11,6 +11,7 @@ from small_models import digests, recipe
 import dare
 from dare.errors import InputError
 from dare.inputs.sources import open_source
+from dare.recipe.moving import with_files
 from dare.stores import reading
 from dare.stores.locations import to_path
 from helpers import save_shards
@@ -35,7 +36,7 @@ def elsewhere(models, output, **places):
     asked = recipe(models, output).recipe
     names = ("math", "code")
     files = [to_path(places.get(n, models / f"{n}.safetensors")) for n in names]
-    return asked.with_files(to_path(places.get("base", asked.base)), files, asked.output)
+    return with_files(asked, to_path(places.get("base", asked.base)), files, asked.output)
 
 
 def test_models_in_azures_store(container, models, tmp_path):
