@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from dare.recipe.search import Objective
+from dare.studies.judging import Objective
 from dare.studies.results import Entry, Scored, State, Trial
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, resample, verdict, visible_difference
 

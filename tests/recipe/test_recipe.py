@@ -219,6 +219,7 @@ def test_a_copy_with_other_stages_has_their_chain():
     assert chain(asked)[0][1]["drop_rate"] == 0.5
     copy = asked.changed(stages={"dare": {"drop_rate": 0.25}})
     assert chain(copy)[0][1]["drop_rate"] == 0.25
+    assert asked.model_copy(update={"stages": {"dare": {"drop_rate": 0.25}}}) == copy
 
 
 # ---------------------------------------------------------------- unknown names

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import RecipeError
-from dare.recipe.search import Guard, Objective, Search
+from dare.recipe.search import Search
 from dare.studies.conclusions import Judge, doubts
+from dare.studies.judging import Guard, Objective
 
 SCORES = {"add": 0.75, "sort": 0.5, "english": 1.25}
 

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from dare.errors import InputError, RecipeError
-from dare.recipe.search import Objective
+from dare.studies.judging import Objective
 from dare.studies.results import Contender, Estimate, Scored, State, Trial, group_means
 from dare.studies.statistics import (
     is_behind,

@@ -9,7 +9,7 @@ recipes: `heat = -3: must be greater than or equal to 0`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -119,6 +119,10 @@ class Strict:
     def changed(self, **fields: Any) -> Self:
         """Return a copy with some fields changed, checked like any other."""
         return type(self)(**({name: getattr(self, name) for name in self.given} | fields))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+        """Return `changed(**update)`; programs that were written for pydantic's name use it."""
+        return self.changed(**update or {})
 
     def without(self, mark: str) -> Self:
         """Return a copy in which the fields that have a mark are not given."""

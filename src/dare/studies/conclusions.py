@@ -17,7 +17,7 @@ from dare.documents.words import listed, times
 from dare.errors import RecipeError
 from dare.recipe.document import request_from_document, with_settings
 from dare.recipe.recipe import Recipe
-from dare.recipe.search import Guard, Objective, Scores
+from dare.studies.judging import Guard, Objective, Scores
 from dare.studies.results import (
     ALONE,
     NOT_COMPARED,

@@ -39,7 +39,7 @@ from statistics import NormalDist
 import numpy as np
 
 from dare.errors import InputError, RecipeError
-from dare.recipe.search import Objective
+from dare.studies.judging import Objective
 from dare.studies.results import (
     Contender,
     Estimate,
