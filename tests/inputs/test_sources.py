@@ -11,7 +11,8 @@ import pytest
 from dare.api import merge
 from dare.errors import HeaderError, InputError
 from dare.inputs.opening import open_model
-from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks, stamps_of
+from dare.inputs.shards import INDEX_NAME
+from dare.inputs.sources import CHUNKS_AHEAD, open_source, read_chunks, stamps_of
 from dare.output.output import Output
 from dare.tensors import files
 from dare.tensors.chunks import CHUNK
