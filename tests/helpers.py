@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save_file
 
-from dare.inputs.sources import INDEX_NAME, Source
+from dare.inputs.shards import INDEX_NAME
+from dare.inputs.sources import Source
 from dare.recipe.recipe import Request
 from dare.stages import STAGES
 

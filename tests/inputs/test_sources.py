@@ -11,7 +11,8 @@ import pytest
 from dare.api import merge
 from dare.errors import HeaderError, InputError
 from dare.inputs.opening import open_model
-from dare.inputs.sources import CHUNKS_AHEAD, INDEX_NAME, open_source, read_chunks, stamps_of
+from dare.inputs.shards import INDEX_NAME
+from dare.inputs.sources import CHUNKS_AHEAD, open_source, read_chunks, stamps_of
 from dare.output.output import Output
 from dare.tensors import files
 from dare.tensors.chunks import CHUNK
@@ -174,7 +175,7 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path, weight_map, 
 
 
 def test_an_index_of_absurd_size_is_refused_without_being_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("dare.inputs.sources.MAX_INDEX_BYTES", 1000)
+    monkeypatch.setattr("dare.inputs.shards.MAX_INDEX_BYTES", 1000)
     write_index(tmp_path, {"w" * 1000: "a.safetensors"})
     with pytest.raises(HeaderError, match="larger than 1000 bytes"):
         open_source(tmp_path)
@@ -298,7 +299,7 @@ print(*sorted(name for name in sys.modules if name.startswith("dare.inputs.")))
 def test_plain_safetensors_import_no_other_form(tmp_path):
     command = [sys.executable, "-c", OPEN, save(tmp_path / "m.safetensors", {"w": W})]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    assert [name.rpartition(".")[2] for name in found] == ["names", "opening", "sources"]
+    assert [name.rpartition(".")[2] for name in found] == ["names", "opening", "shards", "sources"]
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1048576\n"

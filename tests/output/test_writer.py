@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from dare.api import merge
 from dare.errors import MismatchError, OutputError
-from dare.inputs.sources import INDEX_NAME
+from dare.inputs.shards import INDEX_NAME
 from dare.output.journal import Record
 from dare.output.output import Identity, Output, Publisher
 from dare.output.targets import (

@@ -51,9 +51,8 @@ from dare.inputs.hub import resolve
 from dare.inputs.lora import LoraSource
 from dare.inputs.names import match_names
 from dare.inputs.pipeline import refuse_pipeline
+from dare.inputs.shards import INDEX_NAME, MAX_INDEX_BYTES
 from dare.inputs.sources import (
-    INDEX_NAME,
-    MAX_INDEX_BYTES,
     FileSource,
     RenamedSource,
     Source,

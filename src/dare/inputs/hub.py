@@ -37,13 +37,8 @@ from dare.inputs.directory import (
     TOKENIZER,
 )
 from dare.inputs.gguf import part_names
-from dare.inputs.sources import (
-    CONFIG,
-    INDEX_NAME,
-    STEMS,
-    named_components,
-    read_index,
-)
+from dare.inputs.shards import INDEX_NAME, STEMS, named_components, read_index
+from dare.inputs.sources import CONFIG
 from dare.stores.addresses import Access, grant_access
 from dare.stores.locations import (
     WEIGHT_SUFFIXES,

@@ -14,7 +14,8 @@ from pathlib import Path
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.directory import EXAMPLES, LEGAL, Changes, Sidecars, walk
-from dare.inputs.sources import MODEL_INDEX, STEMS, RenamedSource, Source, components_of
+from dare.inputs.shards import MODEL_INDEX, STEMS, components_of
+from dare.inputs.sources import RenamedSource, Source
 from dare.recipe.recipe import Recipe
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import list_names

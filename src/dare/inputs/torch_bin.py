@@ -31,14 +31,8 @@ from numpy.typing import NDArray
 from dare.documents.notices import notice
 from dare.errors import HeaderError, InputError
 from dare.inputs.quantised import read_quantised
-from dare.inputs.sources import (
-    InputFiles,
-    Opening,
-    Raw,
-    Source,
-    check_against_index,
-    find_files,
-)
+from dare.inputs.shards import check_against_index, find_files
+from dare.inputs.sources import InputFiles, Opening, Raw, Source
 from dare.stores.locations import is_stored
 from dare.tensors.dtypes import BY_TORCH_NAME
 from dare.tensors.files import LocalFile, read_beginning

@@ -36,7 +36,7 @@ from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size
 from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
 from dare.formats.recoding import Loss, LossMeter
 from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
-from dare.inputs.sources import SINGLE_NAME
+from dare.inputs.shards import SINGLE_NAME
 from dare.output.journal import Record, group_by_tensor
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Fate, Layout, TensorPlan, is_directory_target

@@ -23,7 +23,8 @@ from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.directory import resolve_inside
 from dare.inputs.lora import looks_like as looks_like_adapter
-from dare.inputs.sources import INDEX_NAME, SINGLE_NAME, FileSource, Raw, open_source
+from dare.inputs.shards import INDEX_NAME, SINGLE_NAME
+from dare.inputs.sources import FileSource, Raw, open_source
 from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path, read_sealed

@@ -23,7 +23,8 @@ from dare.errors import OutputError, RecipeError
 from dare.formats.recoding import Recoding
 from dare.inputs.directory import Sidecars
 from dare.inputs.gathered import Gathered
-from dare.inputs.sources import STEMS, Drop, Floats, Source, stamps_of
+from dare.inputs.shards import STEMS
+from dare.inputs.sources import Drop, Floats, Source, stamps_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Chain, Recipe, names_of
 from dare.stages import Settings, Stage

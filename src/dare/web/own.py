@@ -45,7 +45,7 @@ from dare.errors import (
     RecipeError,
 )
 from dare.inputs.lora import CONFIG_NAME as ADAPTER_CONFIG
-from dare.inputs.sources import INDEX_NAME, SINGLE_NAME
+from dare.inputs.shards import INDEX_NAME, SINGLE_NAME
 from dare.output.targets import has_mark, partial_folder
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
