@@ -92,7 +92,9 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         if draw(st.booleans()):
             line.append(f"--{name}={draw(values)}")
     if chain[-1].name != "slerp" and draw(st.booleans()):
-        line += [f"--weight={draw(shares)}", f"--weight={draw(shares)}"]
+        # Some stages divide by their sum.
+        pair = draw(st.tuples(shares, shares).filter(lambda pair: sum(pair) != 0))
+        line += [f"--weight={weight}" for weight in pair]
     if draw(st.booleans()):
         line += [f"--model-seed={draw(seeds)}", f"--model-seed={draw(seeds)}"]
     own = {name: stage for stage in reversed(chain) for name in stage.parameters}
