@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from dare.studies.judging import Objective
-from dare.studies.results import Entry, Scored, State, Trial
+from dare.studies.results import Contender, Scored, State, Trial
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, resample, verdict, visible_difference
 
 PAGE = Path(__file__).parent.parent / "docs" / "search.md"
@@ -111,7 +111,7 @@ def search(setup: Setup, resamples: int, seed: int) -> tuple[bool, bool]:
     for column in values.T:
         items = dict(zip(names, column.tolist(), strict=True))
         scored = Scored({"a": math.fsum(items.values()) / len(items)}, items)
-        entries.append(Entry((Trial(0, {}, 0, State.DONE, scored=scored),), is_random=False))
+        entries.append(Contender((Trial(0, {}, 0, State.DONE, scored=scored),), is_random=False))
     table = resample(entries, Objective(), resamples=resamples, seed=seed)
     best = int(np.argmax(table.values))
     verdicts = [verdict(table.difference(best, n)) for n in range(len(entries)) if n != best]

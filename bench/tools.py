@@ -150,9 +150,9 @@ def read(base: str, *models: str) -> None:
 
     from dare.inputs.opening import open_inputs
     from dare.inputs.sources import hold_open
-    from dare.planning.plan import available_cores
     from dare.recipe.recipe import Recipe
     from dare.tensors.chunks import CHUNK, chunk_spans
+    from dare.tensors.system import available_cores
 
     _, inputs = open_inputs(Recipe(base=base, models=models))
     sources = (inputs.base, *inputs.models)

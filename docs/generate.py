@@ -389,7 +389,7 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
-NOT_IN_ANALYSES = {"Outcome", "Fit", "Limits", "NoticeKind"}
+NOT_IN_ANALYSES = {"Outcome", "Fit", "NamedLimits", "NoticeKind"}
 
 
 def analysis() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from dare.demo.llama import Llama
-from dare.demo.merges import CONFIG, TUNED, Merge
+from dare.demo.merges import CONFIG, TUNED, DemoMerge
 from dare.demo.tasks import TASKS
 from dare.stages import STAGES
 
@@ -51,7 +51,7 @@ def score(
     found = []
     for names in sets:
         with tempfile.TemporaryDirectory() as folder:
-            merge = Merge(method, scale=scale, models=tuple(TUNED[name] for name in names))
+            merge = DemoMerge(method, scale=scale, models=tuple(TUNED[name] for name in names))
             model = Llama(merge.carry_out(Path(folder) / "merged.safetensors"), CONFIG)
         tasks = [task for task in TASKS if task.name in names]
         found += [100 * model.share_right(task.examples(split, prompts)) for task in tasks]

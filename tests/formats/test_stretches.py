@@ -21,7 +21,7 @@ from dare.formats.mxfp4 import Mxfp4
 from dare.formats.recoding import in_pieces
 from dare.inputs.sources import FileSource
 from dare.planning.slices import Division
-from dare.run.cluster import MergeWork
+from dare.run.cluster import MergeJob
 from dare.run.engine import open_output
 from dare.run.merging import Merge
 from dare.run.worker import list_steps
@@ -195,7 +195,7 @@ def test_nodes_of_a_cluster_make_whole_stretches(case, tmp_path):
     kind, models, expected, report = case
     plan = dare.plan(**asked(models, tmp_path / "out"))
     with open_output(Merge(plan)) as output, contextlib.ExitStack() as stack:
-        work = pickle.loads(pickle.dumps(MergeWork.of(plan, output.folder, 1 << 28)))
+        work = pickle.loads(pickle.dumps(MergeJob.of(plan, output.folder, 1 << 28)))
         run = work.open(stack)
         shares = [share for share in Division(plan, 5).shares() if share]
         for share in shares:

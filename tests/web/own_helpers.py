@@ -17,7 +17,7 @@ from dare.demo.merges import BASE, TUNED
 from dare.output.journal import read_journal
 from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Request
-from dare.web.jobs import Job
+from dare.web.jobs import QueuedJob
 from helpers import PATIENCE_SECONDS, save
 
 
@@ -72,7 +72,7 @@ def recipe_of(document: Mapping[str, Any]) -> Request:
     return request_from_document(document, "test")
 
 
-def run_a_little(job: Job) -> int:
+def run_a_little(job: QueuedJob) -> int:
     """Let the process of a merge journal some of its work and stand still; return its id."""
     output = Path(job.request["recipe"]["models"]["output_file"])
     journal = output.with_name(f"{output.name}.partial") / "journal.jsonl"

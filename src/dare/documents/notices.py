@@ -62,7 +62,7 @@ class Notice:
         return printable(f"{whose}{said}")
 
 
-class Limits:
+class NamedLimits:
     """The values of limits, as attributes."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
@@ -101,7 +101,7 @@ def _table(file: str) -> dict[str, Any]:
 
 # The numbers that measurements are held against, each with its meaning and its source.
 LIMITS: dict[str, tuple[float, str, str]] = _table("limits.toml")
-LIMIT = Limits({name: value for name, (value, _, _) in LIMITS.items()})
+LIMIT = NamedLimits({name: value for name, (value, _, _) in LIMITS.items()})
 
 
 @cache
