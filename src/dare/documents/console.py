@@ -44,7 +44,7 @@ class Console:
         self.quiet = quiet
         self._file = file
         self.is_terminal = _is_terminal(self.file)
-        has_styles = self.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+        has_styles = self.is_terminal and _knows_codes()
         has_colours = not os.environ.get("NO_COLOR")
         self._styles = {name for name in CODES if has_colours or name in WITHOUT_COLOUR}
         self._styles = self._styles if has_styles else set()
@@ -107,6 +107,13 @@ def _is_terminal(file: TextIO) -> bool:
         return file.isatty()
     except ValueError:  # it is closed
         return False
+
+
+def _knows_codes() -> bool:
+    """Tell if the terminal acts on codes of styles; the old console of Windows prints them."""
+    if sys.platform == "win32" and not {"WT_SESSION", "TERM"} & os.environ.keys():
+        return False
+    return os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def find_width() -> int:
