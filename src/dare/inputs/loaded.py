@@ -20,6 +20,7 @@ from typing import Any, Literal
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.lora import CONV1D_MODELS
+from dare.inputs.names import says_tied
 from dare.inputs.sources import CONFIG
 from dare.inputs.transformers_models import (
     ConversionTables,
@@ -92,7 +93,7 @@ def find_places(
 ) -> tuple[Places, tuple[Notice, ...]]:
     """Find the tensors of a model once it is loaded, with a note if one is due."""
     if "model_type" not in config:
-        is_tied = config.get("tie_word_embeddings") is True
+        is_tied = says_tied(config) is True
         note = notice("names_as_stored", str(path))
         return places_as_stored(tensors, is_tied=is_tied), (note,)
     if places := find_by_table(config, tensors):
@@ -126,7 +127,7 @@ def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
         return None
     if any(name.partition(".")[0] not in (*parts, "lm_head") for name in tensors):
         return None
-    is_tied = config.get("tie_word_embeddings") is True or "lm_head.weight" not in tensors
+    is_tied = says_tied(config) is True or "lm_head.weight" not in tensors
     is_conv1d = config["model_type"] in CONV1D_MODELS
     return places_as_stored(tensors, is_conv1d=is_conv1d, is_tied=is_tied)
 

@@ -27,7 +27,7 @@ from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.layouts import in_layout_of
 from dare.inputs.loaded import AS_STORED, LoadedTensor, find_places, places_as_stored
 from dare.inputs.lora import bind_base
-from dare.inputs.names import match_names
+from dare.inputs.names import match_names, says_tied
 from dare.inputs.opening import open_model
 from dare.inputs.pipeline import refuse_pipeline
 from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks
@@ -245,7 +245,7 @@ def _open(base: Path, model: Path, as_stored: bool) -> Change:
     configs = {"base_config": config, "model_config": read_config(model)}
     tuned, notes = match_names(opened, open_model(model, base=opened), model.name, **configs)
     if as_stored:
-        is_tied = config.get("tie_word_embeddings") is True
+        is_tied = says_tied(config) is True
         places = places_as_stored(opened.tensors, is_tied=is_tied)
     else:
         places, more = find_places(base, config, opened.tensors)

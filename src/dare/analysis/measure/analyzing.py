@@ -50,6 +50,7 @@ from dare.checks.sample import evenly_spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
+from dare.inputs.names import says_tied
 from dare.inputs.opening import Inputs, open_inputs
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
 from dare.planning.cost import check_memory, memory_limit
@@ -468,6 +469,6 @@ def _count_types(tensors: Iterable[TensorInfo]) -> dict[str, int]:
 def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the input embedding, if the configuration makes it the head and none is stored."""
     heads = [name for name in base.tensors if kind_of(name) is Kind.HEAD]
-    if config.get("tie_word_embeddings") is not True or any("lm_head" in name for name in heads):
+    if says_tied(config) is not True or any("lm_head" in name for name in heads):
         return ()
     return tuple(name for name in sorted(base.tensors) if is_input_embedding(name))
