@@ -153,7 +153,8 @@ def open_inputs(
         _find(path, verbose=options.verbose, fetches=fetches) if merge is None else (path, path)
         for path, merge in zip(given, made, strict=True)
     ]
-    paths, (*pinned,) = zip(*resolved, strict=True)
+    paths = [path for path, _ in resolved]
+    pinned = [path for _, path in resolved]
     if pinned != given:
         recipe = with_files(recipe, pinned[0], pinned[1:], recipe.output)
     # no more than a quarter of the memory is for what is read ahead of stores

@@ -670,8 +670,8 @@ def dequantise(codes: NDArray[np.uint8], scales: Raw, bits: int, out: Floats) ->
     """out = the values that codes stand for, as in `quantise`; earlier files have 8 bits or 1."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     fields = (codes[:, None] >> shifts).reshape(-1)[: out.size].astype(np.int64)
-    half = 1 << bits - 1
-    numbers = (fields & 2 * half - 1 ^ half) - half
+    half = 1 << (bits - 1)
+    numbers = ((fields & (2 * half - 1)) ^ half) - half  # the first bit of a field is its sign
     scale = np.empty(scales.size, np.float32)
     decode(scales, scale)
     scale = np.repeat(scale, SCALE_GROUP)[: out.size]

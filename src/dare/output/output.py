@@ -145,8 +145,8 @@ class Publisher:
         assert output.journal is not None
         layout = output.sink.layout
         write_synced(self.folder / manifest_path(layout.target).name, manifest)
-        names = ("x", *output.others, *layout.files)
-        for folder in {(self.folder / name).parent for name in names}:
+        written = [self.folder / name for name in (*output.others, *layout.files)]
+        for folder in {self.folder, *(path.parent for path in written)}:
             sync_folder(folder)
         output.journal.note_synced(finished=bytes_digest(manifest))
         output.sink.close()

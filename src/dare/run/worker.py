@@ -315,7 +315,10 @@ class Worker:
             summary = combine.survey(view, **tensor.combine)
         if not tensor.refine_stages:
             return summary
-        chunks = lambda: (chunk._replace(summary=summary) for chunk in read())  # noqa: E731
+
+        def chunks() -> Iterator[Chunk]:
+            return (chunk._replace(summary=summary) for chunk in read())
+
         view = self._backend.joint_view(chunks, tensor)
         return refine(view, partial(combine.apply, **tensor.combine), tensor.refine_stages)
 
