@@ -306,7 +306,7 @@ def test_a_spoilt_analysis_is_refused(folder, analysis):
     analysis.write_text(json.dumps(document))
     found = dare("advise", analysis)
     assert found.status == 1
-    assert "is not a complete analysis: pairs is missing" in found.err
+    assert "is not a complete analysis: pairs" in found.err
 
 
 def test_an_analysis_of_files_without_names_is_refused(folder, analysis):

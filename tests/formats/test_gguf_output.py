@@ -271,7 +271,7 @@ def vocabulary(tokenizer, **more):
     settings = config("llama", **more)
     files = {"config.json": settings, "tokenizer.json": tokenizer, "tokenizer_config.json": {}}
     written = {name: json.dumps(document).encode() for name, document in files.items()}
-    return vocabulary_keys(Sidecars(None, dict(written)), 12)
+    return vocabulary_keys(Sidecars(Path("m"), dict(written)), 12)
 
 
 LLAMA3 = (
