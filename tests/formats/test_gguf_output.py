@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
