@@ -37,6 +37,9 @@ SAME = {
     "a dict with a setting": lambda: make_request({**FILES, "seed": 3}, drop_rate=0.5),
     "a recipe with settings": lambda: make_request(Recipe(**FILES), drop_rate=0.5, seed=3),
     "advice": lambda: make_request(Advice((), WHOLE.to_tables(), ())),
+    "numbers of NumPy's": lambda: make_request(
+        **FILES, drop_rate=np.float32(0.5), seed=np.int64(3)
+    ),
     "settings that are None": lambda: make_request(**FILES, drop_rate=0.5, seed=3, method=None),
 }
 
@@ -44,6 +47,18 @@ SAME = {
 @pytest.mark.parametrize("form", SAME)
 def test_every_form_is_the_same_recipe(form):
     assert SAME[form]().recipe == WHOLE
+
+
+@pytest.mark.parametrize("name", ["drop_rate", "weight", "scale"])
+@pytest.mark.parametrize("value", [np.array([0.5, 0.6]), np.array("x")])
+def test_an_array_is_no_number(name, value):
+    with pytest.raises(RecipeError, match=f"{name} = array"):
+        make_request(**FILES, **{name: value})
+
+
+def test_stages_are_a_dict():
+    with pytest.raises(RecipeError, match="stages"):
+        make_request(**FILES, stages="clip.py")
 
 
 def test_every_setting_has_a_type():

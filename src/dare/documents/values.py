@@ -222,7 +222,7 @@ def _check_number(value: Any) -> float:
         raise WrongValueError("must be a valid number", value)
     try:
         return float(value)
-    except OverflowError:
+    except (OverflowError, TypeError, ValueError):  # an array of several has `__float__` too
         raise WrongValueError("must be a valid number", value) from None
 
 

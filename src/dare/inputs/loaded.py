@@ -20,8 +20,7 @@ from typing import Any, Literal
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError
 from dare.inputs.lora import CONV1D_MODELS
-from dare.inputs.names import says_tied
-from dare.inputs.sources import CONFIG
+from dare.inputs.sources import CONFIG, says_tied
 from dare.inputs.transformers_models import (
     ConversionTables,
     architecture_of,

@@ -25,7 +25,7 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
-from dare.inputs.sources import RenamedSource, Source, hold_same
+from dare.inputs.sources import RenamedSource, Source, hold_same, says_tied
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,
@@ -36,21 +36,7 @@ from dare.tensors.names import (
 
 Config = Mapping[str, Any]
 
-TIED = "tie_word_embeddings"  # in configurations
 MIN_PREFIX_SHARE = 0.5  # share of a model's tensors that a prefix must bring to their places
-
-
-def says_tied(config: Config) -> bool | None:
-    """Return whether a configuration ties the head of its model; None if it says nothing.
-
-    >>> says_tied({"text_config": {"tie_word_embeddings": True}}), says_tied({})
-    (True, None)
-    """
-    for table in (config, config.get("text_config")):
-        said = table.get(TIED) if isinstance(table, dict) else None
-        if isinstance(said, bool):
-            return said
-    return None
 
 
 def find_tied(source: Source, config: Config = MappingProxyType({})) -> bool | None:

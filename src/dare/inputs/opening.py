@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.names import TIED, Config, compare_meanings, find_tied, match_names, tie
+from dare.inputs.names import Config, compare_meanings, find_tied, match_names, tie
 from dare.inputs.shards import components_of
-from dare.inputs.sources import Aligned, ExtendedSource, Opening, Source, extras_of, read_config
+from dare.inputs.sources import (
+    TIED,
+    Aligned,
+    ExtendedSource,
+    Opening,
+    Source,
+    extras_of,
+    read_config,
+)
 from dare.recipe.layers import mean_value
 from dare.recipe.moving import with_files
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions

@@ -515,6 +515,7 @@ class Aligned:
 # ---------------------------------------------------------------- opening a model
 
 CONFIG = "config.json"
+TIED = "tie_word_embeddings"  # in configurations
 
 
 @dataclass(frozen=True)
@@ -556,6 +557,19 @@ def read_config(path: Path) -> Mapping[str, Any]:
         return {}
     config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
     return config if isinstance(config, dict) else {}
+
+
+def says_tied(config: Mapping[str, Any]) -> bool | None:
+    """Return whether a configuration ties the head of its model; None if it says nothing.
+
+    >>> says_tied({"text_config": {"tie_word_embeddings": True}}), says_tied({})
+    (True, None)
+    """
+    for table in (config, config.get("text_config")):
+        said = table.get(TIED) if isinstance(table, dict) else None
+        if isinstance(said, bool):
+            return said
+    return None
 
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:

@@ -92,7 +92,7 @@ class TorchSource(InputFiles):
 
     def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
         if not isinstance(loaded, Mapping):
-            kind = type(loaded).__name__
+            kind = "tensor" if _is_tensor(loaded) else type(loaded).__name__
             raise InputError(f"{file}: contains a {kind}; expected a dict of tensors (state dict)")
         for key in CONTAINERS:
             inner = loaded.get(key)

@@ -26,11 +26,11 @@ from dare.inputs.directory import (
     renumber_stop_tokens,
     stop_tokens_of,
 )
-from dare.inputs.names import TIED, find_tied, says_tied
+from dare.inputs.names import find_tied
 from dare.inputs.opening import Inputs
 from dare.inputs.pipeline import collect_components
 from dare.inputs.shards import components_of
-from dare.inputs.sources import CONFIG, read_config
+from dare.inputs.sources import CONFIG, TIED, read_config, says_tied
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.data import Layout
 from dare.planning.plan import Plan

@@ -327,7 +327,13 @@ def _lay_over(
         if name not in known:
             meant = did_you_mean(name, (*known, *CALL_ARGUMENTS))
             raise RecipeError(f"{spelled(name)}: not known{meant}")
+    # A number of NumPy's is one of Python's, or no file could say it.
+    given = {n: v.item() if isinstance(v, np.generic) else v for n, v in given.items()}
     fields = {name: value for name, value in given.items() if name in KEYS}
+    if not isinstance(fields.get("stages", {}), Mapping):
+        raise RecipeError(
+            f"{spelled('stages')}: must be a dict of stages, each with its parameters"
+        )
     if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
         document["method"] = fields["method"]
         _remove_unused(document)

@@ -50,9 +50,15 @@ from dare.checks.sample import evenly_spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source
-from dare.inputs.names import says_tied
 from dare.inputs.opening import Inputs, open_inputs
-from dare.inputs.sources import Source, check_unchanged, hold_open, read_chunks, read_config
+from dare.inputs.sources import (
+    Source,
+    check_unchanged,
+    hold_open,
+    read_chunks,
+    read_config,
+    says_tied,
+)
 from dare.planning.cost import check_memory, memory_limit
 from dare.planning.make import LeftOut, Misfit, StoredForm, find_extras, fit_tensor, norm_notices
 from dare.recipe.recipe import ModelEntry, Request
