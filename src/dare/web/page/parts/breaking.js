@@ -136,13 +136,14 @@ async function showFindings(section, state) {
   }
   const show = () => {
     const { findings = [], warnings = [], seed } = broken[FOUND[state.get("breaking.way")]];
+    const grave = findings.filter(({ severity }) => severity !== "note");
     const mine = state.get("breaking.seed");
     const ofMine = (text) => text.replaceAll(`${seed}`, mine);
     section.querySelector("[data-shows=seeds]").textContent = `${mine} ${mine} ${mine}`;
     list.replaceChildren(
       ...warnings.map((text) => (
         finding({ severity: "warning", text: ofMine(text), subjects: [] }))),
-      ...findings.filter(({ severity }) => severity !== "note").map((one) => finding(one)));
+      ...(grave.length ? grave : findings).map((one) => finding(one)));
   };
   state.on(["breaking.way", "breaking.seed"], show);
   show();
