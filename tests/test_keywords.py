@@ -56,6 +56,17 @@ def test_an_array_is_no_number(name, value):
         make_request(**FILES, **{name: value})
 
 
+@pytest.mark.parametrize("rate", ["x", np.array([0.5, 0.6]), 2])
+def test_a_delta_file_is_refused_a_rate_that_is_none(rate, tmp_path):
+    with pytest.raises(RecipeError, match="drop_rate = "):
+        dare.compress("b", "m", tmp_path / "d.safetensors", drop_rate=rate)
+
+
+def test_progress_is_a_function():
+    with pytest.raises(RecipeError, match="progress = 5"):
+        dare.merge(**FILES, progress=5)
+
+
 def test_stages_are_a_dict():
     with pytest.raises(RecipeError, match="stages"):
         make_request(**FILES, stages="clip.py")

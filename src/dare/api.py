@@ -244,6 +244,8 @@ def merge(
     replaced with `overwrite`; an input never is. The model card has `measured`, which is Markdown.
     `progress(bytes_done, bytes_in_all)` is called while weights are read, in place of a bar.
     """
+    if progress is not None and not callable(progress):
+        raise RecipeError(f"progress = {progress!r}: must be a function of two numbers")
     files = {"base": base, "models": models, "output": output}
     planned = plan_to_run(recipe, overwrite=overwrite, **files, method=method, **settings)
     planned = replace(planned, measured=measured) if measured else planned

@@ -20,6 +20,7 @@ from dare.run.backend import Backend, Chunk
 from dare.run.worker import Coder
 from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, bytes_digest
+from dare.tensors.mask import check_drop_rate
 from dare.tensors.planes import pack
 
 Floats = NDArray[np.float32]
@@ -47,7 +48,8 @@ def choose_scheme(drop_rate: float | None, bits: Bits | None) -> Scheme:
     if bits not in USUAL_RATES:
         known = ", ".join(map(str, USUAL_RATES))
         raise RecipeError(f"bits = {bits!r}: not known; use one of {known}")
-    return Scheme(USUAL_RATES[bits] if drop_rate is None else drop_rate, bits)
+    rate = USUAL_RATES[bits] if drop_rate is None else check_drop_rate(drop_rate)
+    return Scheme(rate, bits)
 
 
 def code_lossless(_plan: Plan, backend: Backend, output: PieceSink) -> Coder:

@@ -84,14 +84,18 @@ def keep_threshold(drop_rate: float) -> int:
 
 
 def check_drop_rate(drop_rate: float, name: str = "drop_rate") -> float:
-    """Return the rate if it lies in [0, 1), else say why it cannot be used."""
-    if drop_rate == 1:
+    """Return the rate as a float if it lies in [0, 1), else say why it cannot be used."""
+    try:
+        rate = float(drop_rate)
+    except (TypeError, ValueError):
+        raise RecipeError(f"{name} = {drop_rate!r}: must be a number") from None
+    if rate == 1:
         what = f"{name} = 1 would drop every change and leave nothing to rescale"
         other = ", or leave the model out" if name == "drop_rate" else ""
         raise RecipeError(f"{what}; use a rate below 1 (0.9 is usual){other}")
-    if not 0 <= drop_rate < 1:
+    if not 0 <= rate < 1:
         raise RecipeError(f"{name} = {drop_rate}: must be at least 0 and below 1")
-    return drop_rate
+    return rate
 
 
 def keep_mask(
