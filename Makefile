@@ -28,7 +28,7 @@ CORE := hatch_build.py $(wildcard src/core/*.[ch])
 
 .PHONY: help demo core test lint types unit coverage docs pictures playground test-attack test-browser \
 	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
-	check-workflows wasm clean experiment release
+	check-workflows wasm clean experiment release test-defects
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
 ATTACK_SEED := 0
@@ -47,6 +47,7 @@ help:
 	@echo "make test-cluster  merges on a Ray cluster of three nodes, killed and restarted (minutes)"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make test-everywhere  one recipe on threads, a cluster, slices and a store: one SHA-256"
+	@echo "make test-defects  seed sixty defects, one at a time: the tests must find each (an hour)"
 	@echo "make test-stores  merges from and to a real S3 server on this machine (installs one; minutes)"
 	@echo "make wasm        compile what the playground computes in the browser (changes no byte)"
 	@echo "make release     build wheels for all platforms, try this machine's in an empty environment, say"
@@ -171,6 +172,9 @@ test-everywhere: $(VENV)/dev-ready $(STORES)/ready
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
+
+test-defects: $(VENV)/dev-ready
+	$(BIN)/python tests/seed_defects.py
 
 test-stores: $(VENV)/dev-ready $(STORES)/azurite-ready
 	$(BIN)/python -m pytest --quiet tests/stores/server
