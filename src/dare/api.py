@@ -282,9 +282,8 @@ def merge_slice(
     """Do one part of a merge, such as `3/16`, the third of sixteen, counted from 1.
 
     Each part is for a process of its own, on any machine that shares the files. The last one that
-    is done publishes the output and has its report. A slice that ranks the elements of whole models
-    needs what the others find in their tensors: it waits for those that run, so many seconds if
-    there is no news, and does the others' looking itself.
+    is done publishes the output and has its report; it waits at most so many seconds for others
+    that are about to end.
     """
     return run_slice(plan_to_run(recipe, backend=backend), slice, overwrite=overwrite, wait=wait)
 

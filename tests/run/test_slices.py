@@ -1,8 +1,6 @@
 """Slices of a merge, one after the other or beside each other, end in the bytes of one process."""
 
 import json
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,10 +11,8 @@ from dare.cli import main
 from dare.output.sink import FileSink
 from dare.output.slices import GoneError, OneSlice
 from dare.planning.slices import Division, Slice
-from dare.run import slices as sharing
 from dare.run.engine import open_output
 from dare.run.merging import Merge, MergeSlice
-from dare.stages.blocks import DeltaView
 from helpers import listing, save, sha256, write_recipe
 
 METHODS = {
@@ -73,7 +69,7 @@ def slice_output(recipe, text):
     """What a process that does this slice holds."""
     planned = dare.plan(recipe)
     part = Slice.parse(text)
-    work = MergeSlice(Merge(planned), part, 0)
+    work = MergeSlice(Merge(planned), part)
     return open_output(work, part=work.part)
 
 
@@ -377,48 +373,6 @@ def test_what_a_slice_did_not_sync_is_hashed_again(tmp_path, expected, monkeypat
     order, _ = chunk_at_border(recipe)
     assert sorted(hashed_by_finish(recipe, monkeypatch)) == sorted(order)
     assert sha256(recipe.recipe.output) == expected("dare+linear")
-
-
-# ---------------------------------------------------------------- censuses
-
-
-def test_a_slice_waits_for_the_observations_of_one_that_runs(tmp_path, expected, monkeypatch):
-    recipe = recipe_for(tmp_path, "trim+ties", verbose=True)
-    said = []
-    printing = lambda text, **_to: said.append(text)  # noqa: E731
-    monkeypatch.setattr(dare.documents.shown, "print", printing, raising=False)
-    monkeypatch.setattr(sharing, "POLL_SECONDS", 0.01)
-    reports = {}
-
-    def do(text):
-        reports[text] = dare.merge_slice(recipe, text)
-
-    with slice_output(recipe, "2/2"):
-        waiting = threading.Thread(target=do, args=["1/2"], daemon=True)
-        waiting.start()
-        while not any("slice 2 of 2" in text for text in said):
-            assert waiting.is_alive()
-            time.sleep(0.01)
-    do("2/2")
-    waiting.join(60)
-    assert [r.report is not None for r in reports.values()].count(True) == 1
-    assert sha256(recipe.recipe.output) == expected("trim+ties")
-
-
-@pytest.mark.parametrize(("too_small", "rounds"), [(0, 2), (3, 4)])
-def test_damaged_observations_are_made_again(tmp_path, expected, monkeypatch, too_small, rounds):
-    digest, sample = expected("trim+ties"), DeltaView.sample
-    monkeypatch.setattr(DeltaView, "sample", lambda view: sample(view) >> np.uint32(too_small))
-    recipe = recipe_for(tmp_path, "trim+ties")
-    dare.merge_slice(recipe, "1/2")
-    files = list(partial(recipe).glob("*.looks-*"))
-    assert len(files) == 4 * rounds  # two models, two slices; all rounds if the sample misleads
-    for number, file in enumerate(files):
-        text = file.read_bytes()
-        at = len(text) * number // len(files)
-        file.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
-    assert dare.merge_slice(recipe, "2/2").report is not None
-    assert sha256(recipe.recipe.output) == digest
 
 
 # ---------------------------------------------------------------- the command

@@ -30,7 +30,6 @@ from dare.output.targets import seal
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
 from dare.run.engine import Receipt, Run, Work, begin, perform, warn
-from dare.run.slices import SharedObservations
 
 
 class Merge(Work[Report]):
@@ -144,7 +143,7 @@ def check_digests(plan: Plan, digests: Digests) -> None:
 class MergeSlice(Work[SliceReport]):
     """One slice of a merge, which others publish, or this one if it is the last."""
 
-    def __init__(self, merge: Merge, part: Slice, wait: float) -> None:
+    def __init__(self, merge: Merge, part: Slice) -> None:
         super().__init__(merge.plan, merge.layout)
         self.verb = f"slice {part}"
         self.merge = merge
@@ -152,11 +151,18 @@ class MergeSlice(Work[SliceReport]):
         self.share = self.division.share(part.number)
         self.part = OneSlice(part, self.share)
         self.noticed: list[Notice] = []
-        self._wait = wait
 
     @property
     def nbytes(self) -> int:
-        return self.plan.cost.bytes_read * self.division.nbytes(self.share) // self.division.total
+        """Its part of what the merge reads, and what it observes of the tensors of others."""
+        plan = self.plan
+        own = plan.cost.bytes_read * self.division.nbytes(self.share) // self.division.total
+        return own + sum(
+            tensor.base.nbytes + plan.source_of(tensor, census.model).tensors[tensor.name].nbytes
+            for census in plan.censuses
+            for tensor in census.tensors
+            if tensor.name not in self.share
+        )
 
     def recognise(self, found: JournalContent) -> SliceReport | None:
         if (report := self.merge.recognise(found)) is None:
@@ -172,10 +178,7 @@ class MergeSlice(Work[SliceReport]):
     def carry_out(self, run: Run) -> Sequence[Record]:
         self.part.adopt()
         self.noticed = run.noticed
-        identity = f"{self.identity.fingerprint} {self.identity.stamps}"
-        of = self.plan, self.part.part, self.division, run.output.folder, identity, self._wait
-        known = SharedObservations(*of, run.meter.advance, run.announce).conclusions()
-        return run.execute(self.plan, share=self.share, known=known)
+        return run.execute(self.plan, share=self.share)
 
     def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[SliceReport]:
         del records  # they are in the slice's journal
@@ -227,7 +230,7 @@ def run_slice(
     """Make one slice; publish the output if it was the last."""
     started, part = time.perf_counter(), Slice.parse(text)
     check_sliceable(plan)
-    work = MergeSlice(Merge(plan), part, wait)
+    work = MergeSlice(Merge(plan), part)
     finished = begin(work, overwrite=overwrite, resume=True)
     before()
     if finished is not None:
