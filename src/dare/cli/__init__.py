@@ -208,14 +208,8 @@ def find_command(name: str) -> Command:
     match outer:
         case "analyze" | "advise" | "report":
             from dare.cli import analysis as home
-        case "compress" | "apply":
-            from dare.cli import deltas as home
-        case "lora":
-            from dare.cli import lora as home
-        case "moe":
-            from dare.cli import mixtures as home
-        case "playground":
-            from dare.cli import playground as home
+        case "compress" | "apply" | "lora" | "moe" | "convert":
+            from dare.cli import conversions as home
         case "search" | "sweep":
             from dare.cli import search as home
         case "--install-completion":

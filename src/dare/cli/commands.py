@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dare.cli import DONE, FAILED, UsageError
+from dare.cli import DONE, FAILED, INTERRUPTED, UsageError
 from dare.cli.flags import (
     FILES,
     RUN,
@@ -19,6 +21,7 @@ from dare.cli.flags import (
     Overwrite,
     Quiet,
     Resume,
+    RunPath,
     RunSwitch,
     StageFiles,
     Switch,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 Inputs = Annotated[
     Path, Flag(("PATHS",), FILES, help="Base and models; or a recipe, or an output.")
 ]
+MOST_PORT = 65535
 MERGEKIT_GUIDE = "docs/guides/mergekit.md"
 Facts = tuple[tuple[str, str], ...]
 
@@ -312,23 +316,6 @@ def _advice(path: Path) -> Advice:
     return advice
 
 
-def convert(file: Path, /, *, json: Json = False, debug: Debug = False) -> int:
-    """Print a mergekit configuration as a recipe.
-
-    :param file: A configuration for mergekit, in YAML.
-    """
-    from dare.cli.template import check_runs
-    from dare.inputs.opening import convert_yaml
-
-    conversion = convert_yaml(file)
-    check_runs(conversion.recipe, str(file))
-    if json:
-        print_json(conversion.to_dict())
-    else:
-        print(conversion.to_toml(), end="")
-    return DONE
-
-
 def demo(
     *,
     output: Annotated[Path | None, output_flag("Keep the picture and merged models here.")] = None,
@@ -366,4 +353,59 @@ def _write_demo_models(folder: Path, *, json: bool) -> int:
         "broken": f"dare analyze {base} {broken}",
     }
     print_steps(make_console(), f"{', '.join(names)} are in {folder}", steps)
+    return DONE
+
+
+def playground(
+    *folders: Path,
+    port: Annotated[int | None, Flag(group=RUN)] = None,
+    no_browser: RunSwitch = False,
+    build: RunPath = None,
+    overwrite: RunSwitch = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Serve the playground.
+
+    :param folders: Folders with your models, and for outputs. [default: this directory]
+    :param port: The port; 0 is any free one. [default: 8787, if free]
+    :param no_browser: Do not open a browser.
+    :param build: Write the page as static files into a folder.
+    :param overwrite: Replace files that --build would leave alone.
+    """
+    from dare.documents.page import check_installed
+
+    if port is not None and not 0 <= port <= MOST_PORT:
+        raise UsageError(f"--port {port}: must be from 0 to {MOST_PORT}")
+    check_installed("the playground", "web", "starlette", "uvicorn")
+    if build is not None:
+        return _build_playground(build, overwrite=overwrite, json=json)
+    roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
+    for root in roots:
+        if not root.is_dir():
+            raise UsageError(f"{root}: is not a directory; give folders that contain models")
+
+    def announce(address: str) -> None:
+        if json:
+            print_json(dumps({"address": address, "pid": os.getpid()}))  # on one line
+        else:
+            steps = {"open": address, "stop": "Ctrl-C"}
+            print_steps(make_console(), "The playground is running", steps)
+        sys.stdout.flush()
+
+    from dare.web.server import serve
+
+    was_cut = serve(roots, port=port, announce=announce, opens_browser=not no_browser)
+    return INTERRUPTED if was_cut else DONE
+
+
+def _build_playground(folder: Path, *, overwrite: bool, json: bool) -> int:
+    from dare.web.assets import write_folder
+
+    written = write_folder(folder, overwrite=overwrite)
+    if json:
+        print_json({"folder": str(folder), "files": written})
+    else:
+        command = f"python -m http.server --bind 127.0.0.1 --directory {shlex.quote(str(folder))}"
+        print_steps(make_console(), f"Wrote {folder}", {"view": command})
     return DONE
