@@ -196,7 +196,7 @@ def methods(inputs: Inputs) -> list[Job]:
 
 ANALYZE = """
 import sys
-from dare.analysis.measure.analyzing import analyze
+from dare.analysis.analyzing import analyze
 analyze(sys.argv[2], sys.argv[3:], spectra=sys.argv[1], verbose=False)
 """
 

@@ -24,9 +24,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dare.analysis.judge.advice import METHODS
-from dare.analysis.judge.judgement import Verdict
-from dare.analysis.judge.readiness import RULES, STOPPING
+from dare.analysis.advice import METHODS
+from dare.analysis.readiness import RULES, STOPPING, Verdict
 from dare.documents.charts import THEMES
 from dare.documents.notices import LIMITS, NoticeKind, Severity, catalogue
 from dare.documents.values import form_of
@@ -389,14 +388,14 @@ def _plural(word: str) -> str:
 # ---------------------------------------------------------------- analysis
 
 
-NOT_IN_ANALYSES = {"Outcome", "Fit", "NamedLimits", "NoticeKind"}
+NOT_IN_ANALYSES = {"Outcome", "Fit", "Body", "Link", "ValueRange", "NamedLimits", "NoticeKind"}
 
 
 def analysis() -> str:
     """Every data class of an analysis with its fields, as the source describes them."""
     parts = []
-    modules = ("analysis/results", "planning/make", "analysis/judge/judgement", "documents/notices")
-    for module in modules:
+    modules = ("analysis/results", "planning/make", "analysis/readiness", "analysis/advice")
+    for module in (*modules, "documents/notices"):
         tree = ast.parse((ROOT / f"src/dare/{module}.py").read_text("utf-8"))
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name not in NOT_IN_ANALYSES:

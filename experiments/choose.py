@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from evidence import SCALES, Record, balance, group, read
 
+from dare.analysis.advice import SMALL, advise
 from dare.analysis.document import Analysis
-from dare.analysis.judge.advice import SMALL, advise
-from dare.analysis.judge.readiness import body_of
+from dare.analysis.readiness import body_of
 
 HERE = Path(__file__).parent
 AVERAGE = ("linear", 1.0)

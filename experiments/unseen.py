@@ -33,7 +33,7 @@ from tuning import Tune, Weights, Workshop
 from worlds import UNSEEN
 
 import dare
-from dare.analysis.judge.readiness import body_of
+from dare.analysis.readiness import body_of
 from dare.api import make_request
 from dare.recipe.document import with_settings
 from dare.recipe.recipe import Recipe

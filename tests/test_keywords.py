@@ -10,7 +10,7 @@ import pytest
 
 import dare
 from dare import ModelEntry, Recipe, RecipeError
-from dare.analysis.judge.judgement import Advice
+from dare.analysis.advice import Advice
 from dare.api import Settings, make_request
 from dare.recipe.document import parameter_names
 from dare.recipe.entries import OTHER_NAMES

@@ -16,11 +16,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _NAMES = {
-    "analysis.judge.advice": "advise judge",
-    "analysis.judge.judgement": "Advice Readiness",
-    "analysis.judge.readiness": "assess",
-    "analysis.measure.analyzing": "analyze analyze_arrays",
+    "analysis.advice": "Advice advise judge",
+    "analysis.analyzing": "analyze analyze_arrays",
     "analysis.document": "Analysis",
+    "analysis.readiness": "Readiness assess",
     "api": "apply_delta finish load_recipe merge merge_arrays merge_slice plan",
     "deltas.compressing": "compress",
     "deltas.gathering": "GramCollector recompute_norms write_grams",

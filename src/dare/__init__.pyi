@@ -1,10 +1,9 @@
 """The names of the package with their types, for those who check them; `__init__.py` loads them."""
 
-from dare.analysis.judge.advice import advise as advise, judge as judge
-from dare.analysis.judge.judgement import Advice as Advice, Readiness as Readiness
-from dare.analysis.judge.readiness import assess as assess
-from dare.analysis.measure.analyzing import analyze as analyze, analyze_arrays as analyze_arrays
+from dare.analysis.advice import Advice as Advice, advise as advise, judge as judge
+from dare.analysis.analyzing import analyze as analyze, analyze_arrays as analyze_arrays
 from dare.analysis.document import Analysis as Analysis
+from dare.analysis.readiness import Readiness as Readiness, assess as assess
 from dare.api import (
     apply_delta as apply_delta,
     finish as finish,

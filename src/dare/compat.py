@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels as kernel_backends
-from dare.analysis.measure.tallies import Sums, share_below, with_inside
 from dare.analysis.sparsity import (
     Configuration,
     DARESparsityAnalyzer,
@@ -26,6 +25,7 @@ from dare.analysis.sparsity import (
     SparsityAnalysis,
     dare_merge_readiness,
 )
+from dare.analysis.tallies import Sums, share_below, with_inside
 from dare.api import merge, merge_arrays
 from dare.checks.magnitudes import NO_MAGNITUDES, Magnitudes
 from dare.documents.words import times

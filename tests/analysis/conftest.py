@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import sample
 
+from dare.analysis.advice import Advice
 from dare.analysis.document import Analysis, make_document
-from dare.analysis.judge.judgement import Advice, Readiness
+from dare.analysis.readiness import Readiness
 from dare.analysis.results import Outcome
 from dare.documents.document import Document
 from dare.documents.page import render_page

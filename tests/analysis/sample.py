@@ -10,8 +10,9 @@ from pathlib import Path
 import made_up
 import numpy as np
 
+from dare.analysis.advice import Advice, Evidence, Suggestion
 from dare.analysis.document import Analysis
-from dare.analysis.judge.judgement import Advice, Evidence, Readiness, Suggestion, Verdict
+from dare.analysis.readiness import Readiness, Verdict
 from dare.analysis.results import OUTSIDE, Origin, Outcome, Overlap, PairAnalysis
 from dare.documents.notices import Notice, Severity, notice
 from dare.output.receipt import Digests, ModelReport, Report, TensorReport

@@ -7,10 +7,9 @@ from made_up import analysis, make_base, mixed, tune
 from safetensors.numpy import load_file
 
 from dare import merge
-from dare.analysis.judge.advice import METHODS, SMALL, advise, find_guidelines, judge
-from dare.analysis.judge.judgement import Verdict
-from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.analyzing import analyze, analyze_arrays
+from dare.analysis.advice import METHODS, SMALL, advise, find_guidelines, judge
+from dare.analysis.analyzing import analyze, analyze_arrays
+from dare.analysis.readiness import Verdict, assess
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.analysis import figures
-from dare.analysis.judge.judgement import Evidence, Suggestion
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
+from dare.analysis.advice import Evidence, Suggestion
+from dare.analysis.prediction import exposures_of, mean_bounded_error
 from dare.analysis.results import Histogram, Kind, Origin
 from dare.documents.charts import DASHES, SHAPES, THEMES, vega_config
 from dare.documents.page import _version

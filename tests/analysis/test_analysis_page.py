@@ -10,10 +10,9 @@ from html import unescape
 import pytest
 import sample
 
+from dare.analysis.advice import judge
 from dare.analysis.document import make_document
-from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import Readiness, Verdict
-from dare.analysis.judge.readiness import body_of
+from dare.analysis.readiness import Readiness, Verdict, body_of
 from dare.documents import page as pages_of
 from dare.documents.notices import catalogue
 from dare.documents.words import number, share

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
+from dare.analysis.advice import judge
 from dare.analysis.document import make_document
-from dare.analysis.judge.advice import judge
-from dare.analysis.judge.readiness import body_of
+from dare.analysis.readiness import body_of
 from dare.analysis.results import Origin
 from dare.documents.console import Console
 from dare.documents.notices import catalogue

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from dare.analysis import analyzing, measuring
+from dare.analysis.analyzing import analyze, analyze_arrays, choose_matrices
 from dare.analysis.document import Analysis
-from dare.analysis.judge.prediction import exposures_of, tolerated_drop_rate
-from dare.analysis.measure import analyzing, measuring
-from dare.analysis.measure.analyzing import analyze, analyze_arrays, choose_matrices
-from dare.analysis.measure.measuring import ComparedTensor
+from dare.analysis.measuring import ComparedTensor
+from dare.analysis.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.results import Kind, Origin
 from dare.checks.magnitudes import BIN_SHIFT
 from dare.documents.shown import Display

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dare.analysis.measure.measuring import kind_of, number_layers
+from dare.analysis.measuring import kind_of, number_layers
 from dare.analysis.results import Kind
 
 NAMES = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dare.analysis.measure import tallies
+from dare.analysis import tallies
 from dare.checks.magnitudes import BIN_SHIFT, BINS
 from dare.kernels import core, reference
 from dare.kernels.reference import LEAST, MAGNITUDE_SHIFT, MEASURED

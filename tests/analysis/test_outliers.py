@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dare import analyze_arrays, plan
-from dare.analysis.judge.advice import judge
+from dare.analysis.advice import judge
 from dare.analysis.results import Origin
 from dare.checks.sample import sample_models
 from helpers import write_recipe

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, statistics, tune
 
 import dare
-from dare.analysis.judge.prediction import (
+from dare.analysis.prediction import (
     Prediction,
     exposure_of,
     mean_bounded_error,

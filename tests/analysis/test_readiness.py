@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from made_up import analysis, make_base, mixed, tune
 
 import dare
+from dare.analysis.advice import judge
+from dare.analysis.analyzing import analyze
 from dare.analysis.document import Analysis
-from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import Verdict
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
-from dare.analysis.judge.readiness import (
+from dare.analysis.prediction import exposures_of, mean_bounded_error
+from dare.analysis.readiness import (
     RULES,
     SEVEREST_FIRST,
+    Verdict,
     assess,
     body_of,
     chance_cancelled,
     rounding_norm,
 )
-from dare.analysis.measure.analyzing import analyze
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE as DEMO_BASE
 from dare.demo.merges import TUNED

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import Verdict
-from dare.analysis.measure.analyzing import analyze_arrays
+from dare.analysis.advice import judge
+from dare.analysis.analyzing import analyze_arrays
+from dare.analysis.readiness import Verdict
 
 CLASSES, INPUTS, HIDDEN = 10, 64, 64
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import dare
-from dare.analysis.judge.judgement import Verdict
+from dare.analysis.readiness import Verdict
 from dare.analysis.sparsity import Configuration, DARESparsityAnalyzer, dare_merge_readiness
 from dare.checks.dropping import relative_error
 from dare.demo.llama import Llama, read_weights

@@ -9,9 +9,9 @@ import scipy.integrate
 import scipy.linalg
 import scipy.stats
 
-from dare.analysis.measure.analyzing import analyze_arrays
-from dare.analysis.measure.tallies import KEPT, spectrum_of, window_of
+from dare.analysis.analyzing import analyze_arrays
 from dare.analysis.results import Origin
+from dare.analysis.tallies import KEPT, spectrum_of, window_of
 from dare.checks.rank import (
     find_noise_edge,
     find_rounding,

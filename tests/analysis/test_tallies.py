@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dare.analysis.measure.tallies import Sums, statistics_of, with_inside
 from dare.analysis.results import Histogram, Quantiles
+from dare.analysis.tallies import Sums, statistics_of, with_inside
 from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, bin_edge, top_bin
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)

@@ -25,8 +25,9 @@ from small_deltas import (
 )
 
 import dare
+from dare.analysis.advice import Advice
 from dare.analysis.document import Analysis
-from dare.analysis.judge.judgement import Advice, Readiness
+from dare.analysis.readiness import Readiness
 from dare.deltas.restoring import open_delta
 from dare.inputs import directory, vocabulary
 from dare.inputs.arrays import array_source
@@ -896,7 +897,7 @@ class Analyses(OneFile):
     change = staticmethod(change_json)
 
     def open(self) -> None:
-        from dare.analysis.judge.advice import to_json
+        from dare.analysis.advice import to_json
         from dare.cli.template import advised_toml
 
         judged = self.judge()
@@ -907,8 +908,8 @@ class Analyses(OneFile):
 
     def judge(self) -> Judged:
         """Read the analysis; what is made of it."""
-        from dare.analysis.judge.advice import advise
-        from dare.analysis.judge.readiness import assess
+        from dare.analysis.advice import advise
+        from dare.analysis.readiness import assess
 
         analysis = Analysis.load(self.file)
         readiness = assess(analysis)

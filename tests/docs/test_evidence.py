@@ -333,7 +333,7 @@ def test_figures_are_small_and_follow_the_readers_choice() -> None:
 
 def test_the_advice_is_what_was_chosen_and_gives_its_figures(choose: ModuleType) -> None:
     """Run `python experiments/choose.py`, and copy what it prints into advice.toml."""
-    from dare.analysis.judge.advice import TEXTS
+    from dare.analysis.advice import TEXTS
 
     sets = sys.modules["evidence"].read(EXPERIMENTS / "results").advised
     assert choose.choose(choose.rules("narrow"), choose.choosable(sets)) == choose.ADVISED

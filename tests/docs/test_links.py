@@ -13,7 +13,7 @@ from doc_blocks import ROOT
 from markdown.extensions.toc import slugify as site_slug
 from markdown_it import MarkdownIt
 
-from dare.analysis.judge.advice import EVIDENCE, RULES
+from dare.analysis.advice import EVIDENCE, RULES
 
 LEFT_OUT = {".venv", ".venv-peers", "site", "node_modules"}
 PAGES = sorted(

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dare import Request, plan
-from dare.analysis.measure import analyzing
+from dare.analysis import analyzing
 from dare.errors import RecipeError
 from dare.planning import cost as machine
 from dare.recipe.options import DEFAULT_MEMORY

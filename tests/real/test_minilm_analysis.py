@@ -19,11 +19,10 @@ from training import minilm
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import dare
-from dare.analysis.judge.advice import advise
-from dare.analysis.judge.judgement import Verdict
-from dare.analysis.judge.prediction import predict
-from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.analyzing import analyze
+from dare.analysis.advice import advise
+from dare.analysis.analyzing import analyze
+from dare.analysis.prediction import predict
+from dare.analysis.readiness import Verdict, assess
 from dare.analysis.results import Kind, Origin
 
 MODELS = ("docstrings", "lora", "lora-adapter", "overtrained", "reinitialised", "copy", "bf16")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from own_helpers import own_alone
 
+from dare.analysis.advice import judge, to_json
+from dare.analysis.analyzing import analyze
 from dare.analysis.document import Analysis, origin
 from dare.analysis.figures import cosine_text
-from dare.analysis.judge.advice import judge, to_json
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
-from dare.analysis.judge.readiness import body_of
-from dare.analysis.measure.analyzing import analyze
+from dare.analysis.prediction import exposures_of, mean_bounded_error
+from dare.analysis.readiness import body_of
 from dare.demo.merges import BASE, TUNED
 from dare.documents.words import amount, number, share
 

@@ -15,7 +15,7 @@ import pytest
 from own_helpers import large, make_models, own_alone, recipe_of, wait_until
 
 import dare
-from dare.analysis.judge.judgement import HEADLINES, Verdict
+from dare.analysis.readiness import HEADLINES, Verdict
 from dare.output.verification import verify
 
 

@@ -8,11 +8,15 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+from dare.analysis.advice import Advice, judge
 from dare.analysis.figures import TEXTS, cosine_text, draw_figures
-from dare.analysis.judge.advice import judge
-from dare.analysis.judge.judgement import VERDICT_TONES, Advice, Readiness
-from dare.analysis.judge.readiness import body_of, chance_cancelled
-from dare.analysis.judge.relations import cosines_text
+from dare.analysis.readiness import (
+    VERDICT_TONES,
+    Readiness,
+    body_of,
+    chance_cancelled,
+    cosines_text,
+)
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin, Outcome
 from dare.documents.charts import fill_table
 from dare.documents.document import (

@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dare.analysis.judge.judgement import Advice
-from dare.analysis.judge.prediction import exposures_of, mean_bounded_error
-from dare.analysis.judge.readiness import chance_cancelled, lost_by_chance
+from dare.analysis.advice import Advice
+from dare.analysis.prediction import exposures_of, mean_bounded_error
+from dare.analysis.readiness import chance_cancelled, lost_by_chance
 from dare.analysis.results import (
     OUTSIDE,
     AnalysisData,

@@ -11,7 +11,7 @@ The names are those of the published description; the results depend on the data
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴): 0.56 for a uniform
   distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, little for heavy tails;
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
-  `output_error` with probability 0.95 (`judge.prediction`), and at most `droppable_percentile`;
+  `output_error` with probability 0.95 (`prediction`), and at most `droppable_percentile`;
   0 if that is below 0.1, which is not worth its noise.
 
 All but the recommended rate leave outliers out. The weights are read by the pass of an analysis,
@@ -32,19 +32,18 @@ from typing import Any
 
 import numpy as np
 
-from dare.analysis.judge.judgement import Readiness, Verdict
-from dare.analysis.judge.prediction import (
+from dare.analysis.analyzing import conclude, measure, open_to_compare, plan_measuring
+from dare.analysis.measuring import Tally, TensorSums
+from dare.analysis.prediction import (
     exposure_of,
     exposures_of,
     mean_bounded_error,
     mean_square,
     tolerated_drop_rate,
 )
-from dare.analysis.judge.readiness import assess
-from dare.analysis.measure.analyzing import conclude, measure, open_to_compare, plan_measuring
-from dare.analysis.measure.measuring import Tally, TensorSums
-from dare.analysis.measure.tallies import Sums, share_below
+from dare.analysis.readiness import Readiness, Verdict, assess
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
+from dare.analysis.tallies import Sums, share_below
 from dare.checks.dropping import Exposure
 from dare.checks.magnitudes import NO_MAGNITUDES
 from dare.documents.notices import LIMIT, catalogue, notice

@@ -28,8 +28,9 @@ from dare.documents.terminal import print_document
 from dare.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from dare.analysis.advice import Advice
     from dare.analysis.document import Analysis
-    from dare.analysis.judge.judgement import Advice, Readiness
+    from dare.analysis.readiness import Readiness
     from dare.analysis.results import Outcome
 
     Judged = tuple[Analysis, Readiness, Advice]
@@ -67,9 +68,9 @@ def analyze(
     debug: Debug = False,
 ) -> int:
     """Say what the weights show."""
+    from dare.analysis.advice import to_json
     from dare.analysis.document import make_document
-    from dare.analysis.judge.advice import to_json
-    from dare.analysis.judge.judgement import Verdict
+    from dare.analysis.readiness import Verdict
     from dare.output.targets import check_free, write_file
 
     check_free(output, "analysis", overwrite=overwrite)
@@ -187,9 +188,9 @@ def judge(
     inputs: Sequence[Path], options: Options | None, steps: int | None, *, verbose: bool
 ) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
+    from dare.analysis.advice import judge as judge_analysis
+    from dare.analysis.analyzing import analyze as look_at
     from dare.analysis.document import Analysis
-    from dare.analysis.judge.advice import judge as judge_analysis
-    from dare.analysis.measure.analyzing import analyze as look_at
     from dare.stores.locations import to_path
 
     inputs = [to_path(path) for path in inputs]
@@ -224,7 +225,7 @@ def _outcome(
     merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
 ) -> Outcome:
     """Measure what a finished merge did, and how much of each model's delta is still in it."""
-    from dare.analysis.measure.analyzing import analyze as look_at
+    from dare.analysis.analyzing import analyze as look_at
     from dare.analysis.results import Outcome
     from dare.output.receipt import find_manifest, read_manifest
     from dare.stores.locations import to_path

@@ -40,7 +40,7 @@ from dare.documents.terminal import print_document, print_steps
 from dare.errors import DareWarning, InputError, RecipeError, VerificationError, did_you_mean
 
 if TYPE_CHECKING:
-    from dare.analysis.judge.judgement import Advice
+    from dare.analysis.advice import Advice
     from dare.planning.plan import Plan
     from dare.recipe.recipe import Request
 
@@ -306,8 +306,8 @@ def init(
 
 
 def _advice(path: Path) -> Advice:
+    from dare.analysis.advice import judge
     from dare.analysis.document import Analysis
-    from dare.analysis.judge.advice import judge
     from dare.cli.template import nothing_advised
 
     _, advice = judge(Analysis.load(path))

@@ -21,7 +21,7 @@ from dare.stores.locations import is_stored, usual_output
 from dare.tensors.files import is_there
 
 if TYPE_CHECKING:
-    from dare.analysis.judge.judgement import Advice
+    from dare.analysis.advice import Advice
 
 COMPARED = (
     "# Measure before you rely on it: this scores the base, each model, this recipe and others on",

@@ -28,8 +28,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dare.analysis.judge.advice import advise
-from dare.analysis.measure.analyzing import analyze
+from dare.analysis.advice import advise
+from dare.analysis.analyzing import analyze
 from dare.api import AnyModels, AnyPath, AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
 from dare.documents.words import time_text, times, value_text

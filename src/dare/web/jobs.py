@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from dare import api
-from dare.analysis.judge.advice import judge, to_json
-from dare.analysis.measure import analyzing
+from dare.analysis import analyzing
+from dare.analysis.advice import judge, to_json
 from dare.documents.shown import Display, json_ready, progress_shown_by
 from dare.errors import DareError, DareWarning, InputError, printable
 from dare.output import verification

@@ -15,10 +15,9 @@ from operator import attrgetter
 from os import PathLike
 from typing import Any, Literal, get_args
 
+from dare.analysis import tallies
 from dare.analysis.document import Analysis
-from dare.analysis.judge.prediction import OUTER
-from dare.analysis.measure import tallies
-from dare.analysis.measure.measuring import (
+from dare.analysis.measuring import (
     ComparedTensor,
     Measurer,
     MeasuringPlan,
@@ -32,7 +31,7 @@ from dare.analysis.measure.measuring import (
     number_layers,
     workspace_bytes,
 )
-from dare.analysis.measure.tallies import Sums, statistics_of
+from dare.analysis.prediction import OUTER
 from dare.analysis.results import (
     Cell,
     Interference,
@@ -44,6 +43,7 @@ from dare.analysis.results import (
     Statistics,
     TensorAnalysis,
 )
+from dare.analysis.tallies import Sums, statistics_of
 from dare.checks.magnitudes import NO_MAGNITUDES
 from dare.checks.rank import MIN_SIDE
 from dare.checks.sample import evenly_spread

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.analysis.measure import tallies
-from dare.analysis.measure.tallies import Additive, Sums, Window, statistics_of, with_inside
+from dare.analysis import tallies
 from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
+from dare.analysis.tallies import Additive, Sums, Window, statistics_of, with_inside
 from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
 from dare.checks.rank import UNROUNDED, find_rounding
 from dare.inputs.sources import Raw, Source, read_chunks, read_floats
@@ -112,7 +112,7 @@ class TensorSums(Additive):
 
 # ---------------------------------------------------------------- what a name tells
 
-_KINDS = tomllib.loads(files("dare.analysis.measure").joinpath("kinds.toml").read_text("utf-8"))
+_KINDS = tomllib.loads(files("dare.analysis").joinpath("kinds.toml").read_text("utf-8"))
 PATTERNS = [
     (Kind(kind), re.compile(pattern.format(head=ANY_HEAD, embedding=ANY_EMBEDDING), re.IGNORECASE))
     for kind, pattern in _KINDS["patterns"]

@@ -13,30 +13,42 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from importlib.resources import files
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-from dare.analysis.judge.judgement import LEFT_OUT, Advice, Evidence, Readiness, Suggestion, Verdict
-from dare.analysis.judge.prediction import OUTER, exposures_of, mean_bounded_error, predict
-from dare.analysis.judge.readiness import assess, body_of, readiness_for
-from dare.analysis.judge.relations import is_against
+from dare.analysis.prediction import OUTER, exposures_of, mean_bounded_error, predict
+from dare.analysis.readiness import (
+    Readiness,
+    Verdict,
+    assess,
+    body_of,
+    is_against,
+    readiness_for,
+)
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
+from dare.documents.document import Code, Document, Section, Table, Tone
 from dare.documents.notices import LIMIT, Notice, notice
-from dare.documents.shown import json_ready
-from dare.documents.words import amount
-from dare.errors import RecipeError
+from dare.documents.shown import Shown, json_ready
+from dare.documents.words import amount, times, value_text
+from dare.errors import RecipeError, printable
+from dare.recipe.entries import in_our_form, write_toml
 from dare.stores.locations import usual_output
 
 EVIDENCE = "docs/evidence.md#what-the-advice-does"
 RULES = "docs/readiness.md"
 DOCUMENT_RATES = (*(step / 20 for step in range(1, 20)), 0.98, 0.99)
 TEXTS: dict[str, Any] = tomllib.loads(
-    files("dare.analysis.judge").joinpath("advice.toml").read_text("utf-8")
+    files("dare.analysis").joinpath("advice.toml").read_text("utf-8")
 )
+LEFT_OUT = "left out"
+"""The value that advice gives to a model that it does not merge."""
 # Findings whose models no setting can make fit.
 ALWAYS_OUT = ("nothing_compared", "not_finite", "unrelated", "equals_base")
 
@@ -50,6 +62,99 @@ ANY = (0.0, math.inf)
 SMALL = SimpleNamespace(**TEXTS["small"])
 GUIDELINES = _table(TEXTS["others"]["guidelines"], parameters=ANY, steps=ANY, is_lora=False)
 METHODS = _table(TEXTS["others"]["habits"], relation="diverse", parameters=ANY)
+
+
+class Evidence(StrEnum):
+    """The strength of the evidence for a piece of advice."""
+
+    STRONG = "strong"
+    """It follows from what was measured."""
+    FAIR = "fair"
+    """Published experiments agree on it."""
+    WEAK = "weak"
+    """A rule of thumb, or experiments that disagree."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One setting of a recipe, and why."""
+
+    setting: str
+    """The name in a recipe: `method`, `scale`, `on_missing`; or `models`, for one left out."""
+    value: float | str
+    """For `models`: left out."""
+    model: str | None
+    """Whose setting it is; None: of the whole recipe."""
+    reason: str
+    source: str
+    """Where the rule comes from."""
+    evidence: Evidence
+
+    def __str__(self) -> str:
+        """The setting with its value."""
+        if self.setting == "models":
+            return f"{self.model} is {self.value}"
+        whose = f" for {self.model}" if self.model else ""
+        return f"{self.setting} = {value_text(self.value)}{whose}"
+
+
+@dataclass(frozen=True, repr=False)
+class Advice(Shown):
+    """Settings that suit the models, each with its reason, and the recipe made of them."""
+
+    suggestions: tuple[Suggestion, ...]
+    recipe: dict[str, Any]
+    """The document of a recipe, ready for TOML; empty if no model is fit."""
+    doubts: tuple[Notice, ...]
+    """Caveats: what the advice cannot know."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The models that it does not merge."""
+        unfit = [s.model for s in self.suggestions if s.value == LEFT_OUT]
+        return tuple(name for name in unfit if name is not None)
+
+    @property
+    def command(self) -> str:
+        """The command that merges by this recipe, without a file for it."""
+        inputs = [self.recipe["base"], *self.recipe["models"]]
+        given = {**self.recipe, "base": None, "models": None}
+        flags = [
+            (f"--{key.replace('_', '-')}", "" if v is True else str(v))
+            for key, v in given.items()
+            if v is not None
+        ]
+        return shlex.join(["dare", *inputs, *filter(None, chain(*flags))])
+
+    @property
+    def reasons(self) -> Table:
+        """Each setting with its reason, source and evidence."""
+        rows = tuple((str(s), f"{s.reason}. {s.source}", s.evidence) for s in self.suggestions)
+        return Table(("setting", "reason", "evidence"), rows)
+
+    def document(self) -> Document:
+        """Return the settings with their reasons, the recipe and the caveats."""
+        reasons = Section("reasons", "Why these settings", (self.reasons,), is_brief=True)
+        known: dict[str, Any] = {"kind": "advice", "sections": (reasons,), "notices": self.doubts}
+        if not self.recipe:
+            return Document("Do not merge these models", tone=Tone.POOR, **known)
+        recipe = in_our_form(self.recipe)
+        hint = "Save it as recipe.toml, and measure it: dare search recipe.toml --data …"
+        return Document(
+            title=f"Advice for {times(len(recipe['models']), 'model')}: {recipe['method']}",
+            code=Code("The recipe", "recipe", write_toml(recipe), hint),
+            **known,
+        )
+
+    def __repr__(self) -> str:
+        """The settings in a line."""
+        if not self.recipe:
+            return "<Advice: do not merge these models>"
+        settings = (f"{s.setting} = {s.value}" for s in self.suggestions if s.model is None)
+        return printable(f"<Advice: {', '.join(settings)}>")
+
+
+# ---------------------------------------------------------------- the verdict and the advice
 
 
 def judge(

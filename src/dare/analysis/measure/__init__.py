@@ -1,1 +1,0 @@
-"""One pass over the weights."""
