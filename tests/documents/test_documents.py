@@ -21,9 +21,8 @@ from dare.documents.document import (
     Tone,
     tabulate,
 )
-from dare.documents.notebook import make_chart, render_card
 from dare.documents.notices import Severity, catalogue, notice
-from dare.documents.page import render_page
+from dare.documents.page import make_chart, render_card, render_page
 from dare.documents.shown import Shown
 from dare.documents.terminal import print_document
 from dare.errors import RecipeError

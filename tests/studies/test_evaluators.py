@@ -24,8 +24,7 @@ from dare.errors import EvaluationError, InputError, OutputError, RecipeError
 from dare.recipe.document import with_settings
 from dare.recipe.options import RunOptions
 from dare.studies.evaluators import check_evaluator, open_scorer
-from dare.studies.evaluators.functions import find
-from dare.studies.evaluators.kinds import compare_items, read_scores
+from dare.studies.evaluators.functions import compare_items, find, read_scores
 from dare.studies.results import Scored
 from helpers import listing, write_recipe
 

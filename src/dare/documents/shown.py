@@ -167,7 +167,7 @@ class Shown:
         return render_text(self.document())
 
     def _repr_html_(self) -> str:
-        from dare.documents.notebook import render_card
+        from dare.documents.page import render_card
 
         return render_card(self.document())
 
@@ -176,6 +176,6 @@ class Shown:
 
         Without a name it is the first one.
         """
-        from dare.documents.notebook import make_chart
+        from dare.documents.page import make_chart
 
         return make_chart(self.document(), figure)

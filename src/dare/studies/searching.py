@@ -42,7 +42,7 @@ from dare.studies.data_files import Task, read_tasks
 from dare.studies.document import SearchResult, progress_text, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest
 from dare.studies.evaluators.examples import evaluator_of
-from dare.studies.evaluators.kinds import Evaluator, compare_items
+from dare.studies.evaluators.functions import Evaluator, compare_items
 from dare.studies.results import (
     ALONE,
     NOT_MERGED,

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from dare.errors import DareError, EvaluationError, RecipeError
 from dare.run.processes import AnsweringProcess, foreign_error
 from dare.studies.evaluators import commands, examples, functions, harness
-from dare.studies.evaluators.kinds import Evaluator, EvaluatorKind, Function, read_scores
+from dare.studies.evaluators.functions import Evaluator, EvaluatorKind, Function, read_scores
 from dare.studies.results import Scored
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean
 from dare.run.processes import Watched, describe_status
-from dare.studies.evaluators.kinds import Evaluator, Function, read_scores
+from dare.studies.evaluators.functions import Evaluator, Function, read_scores
 from dare.studies.results import Scored
 from dare.tensors.system import quoted, shell_command
 

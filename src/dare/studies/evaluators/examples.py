@@ -25,7 +25,7 @@ from dare.errors import EvaluationError, InputError, RecipeError, install_comman
 from dare.inputs.loaded import LANGUAGE_MODELS
 from dare.inputs.transformers_models import load_live
 from dare.studies.data_files import FORMS, Task, TaskExample, input_text, is_right, read_tasks
-from dare.studies.evaluators.kinds import Evaluator, Function
+from dare.studies.evaluators.functions import Evaluator, Function
 
 PREFIXES = {False: "data:", True: "held-out:"}  # by whether examples are held out of choosing
 USAGE = f"{PREFIXES[False]}file,file"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import EvaluationError, RecipeError, did_you_mean, install_command
-from dare.studies.evaluators.kinds import Evaluator, Function
+from dare.studies.evaluators.functions import Evaluator, Function
 
 PREFIX = "lm_eval:"
 USAGE = f"{PREFIX}task@folder"
