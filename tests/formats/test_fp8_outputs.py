@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dare.errors import NotFiniteError
-from dare.formats import fp8
-from dare.formats.fp8 import Fp8
+from dare.formats import quantised
+from dare.formats.quantised import Fp8
 
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 GRIDS = {  # shapes of scales for a weight of so many rows and columns
@@ -111,7 +111,7 @@ def test_the_bytes_do_not_depend_on_the_pieces(monkeypatch, grid, piece):
     values = numbers((140, 150))
     code = fp8_code(values.shape, grid)
     _, expected = encoded(code, values)
-    monkeypatch.setattr(fp8, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(quantised, "PIECE_ELEMENTS", piece)
     _, stored = encoded(code, values)
     assert {n: a.tobytes() for n, a in stored.items()} == {
         n: a.tobytes() for n, a in expected.items()

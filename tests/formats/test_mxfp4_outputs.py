@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import NotFiniteError
-from dare.formats.mxfp4 import Mxfp4
+from dare.formats.quantised import Mxfp4
 
 NAME = "layers.0.mlp.experts.down_proj"
 BF16 = ml_dtypes.bfloat16

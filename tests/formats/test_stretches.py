@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dare
-from dare.formats.fp8 import Fp8
-from dare.formats.mxfp4 import Mxfp4
+from dare.formats.quantised import Fp8, Mxfp4
 from dare.formats.recoding import in_pieces
 from dare.inputs.sources import FileSource
 from dare.planning.slices import Division

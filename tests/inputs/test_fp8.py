@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 
 from dare.errors import InputError
-from dare.inputs.fp8 import PIECE_BYTES, Fp8Source, dequantized
-from dare.inputs.quantised import read_quantised
+from dare.inputs.quantised import PIECE_BYTES, Fp8Source, apply_fp8_scales, read_quantised
 from dare.inputs.sources import ArraySource, FileSource, check_unchanged, open_source
 from dare.tensors.dtypes import STORAGE_TYPES
 from helpers import entry, file_bytes, read_tensor
@@ -55,7 +54,7 @@ def one_nan(values) -> np.ndarray:
 
 
 def presented(arrays, name="w") -> np.ndarray:
-    source = dequantized(source_of(arrays))
+    source = apply_fp8_scales(source_of(arrays))
     info = source.tensors[name]
     assert info.dtype.name == "F32"
     return np.frombuffer(read_tensor(source, name), np.float32).reshape(info.shape)
@@ -177,7 +176,7 @@ def ranged():
     arrays = {}
     for name, (weight, scale) in RANGED.items():
         arrays |= {name: weight, f"{name}_scale": scale}
-    source = dequantized(source_of(arrays))
+    source = apply_fp8_scales(source_of(arrays))
     return Ranged(source, {name: read_tensor(source, name) for name in RANGED})
 
 
@@ -234,12 +233,12 @@ def test_scales_are_hidden_and_the_rest_is_passed_on():
 )
 def test_a_model_without_scales_is_not_wrapped(arrays):
     source = source_of(arrays)
-    assert dequantized(source) is source
+    assert apply_fp8_scales(source) is source
 
 
 def test_what_is_said_of_the_source_is_what_the_files_say(tmp_path):
     path = write(tmp_path / "m.safetensors", codes((2, 3)), factors(2))
-    source = dequantized(open_source(path))
+    source = apply_fp8_scales(open_source(path))
     inner = source.inner
     assert isinstance(inner, FileSource)
     assert source.files == inner.files
@@ -277,16 +276,16 @@ def write(path, weight, scale):
 )
 def test_a_scale_that_fits_nothing_is_refused(weight, scale, message):
     with pytest.raises(InputError, match=message):
-        dequantized(source_of({"w": codes(weight), "w_scale": np.ones(scale, np.float32)}))
+        apply_fp8_scales(source_of({"w": codes(weight), "w_scale": np.ones(scale, np.float32)}))
 
 
 def test_a_scale_that_is_no_number_is_refused():
     with pytest.raises(InputError, match=r"w_scale is U8, not F32"):
-        dequantized(source_of({"w": codes((4, 6)), "w_scale": np.ones((4, 1), np.uint8)}))
+        apply_fp8_scales(source_of({"w": codes((4, 6)), "w_scale": np.ones((4, 1), np.uint8)}))
 
 
 def test_two_scales_of_one_weight_are_refused():
     scale = np.ones(1, np.float32)
     arrays = {"w": codes((4, 6)), "w_scale": scale, "w_scale_inv": scale}
     with pytest.raises(InputError, match=r"w has two scales, w_scale_inv and w_scale; remove"):
-        dequantized(source_of(arrays))
+        apply_fp8_scales(source_of(arrays))

@@ -12,7 +12,7 @@ from ranges import PLACES, Ranged
 import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
-from dare.inputs.mxfp4 import TILE_BYTES, Mxfp4Source, unpacked
+from dare.inputs.quantised import TILE_BYTES, Mxfp4Source, unpack_mxfp4
 from dare.recipe.recipe import Request
 from helpers import read_elements, read_tensor, save
 
@@ -31,7 +31,7 @@ def packed(*shape, seed=0, name=DOWN):
 
 
 def presented(arrays):
-    source = unpacked(array_source(arrays, "x"), {})
+    source = unpack_mxfp4(array_source(arrays, "x"), {})
     info = source.tensors[DOWN]
     assert info.dtype.name == "BF16"
     return np.frombuffer(read_tensor(source, DOWN), ml_dtypes.bfloat16).reshape(info.shape)
@@ -62,12 +62,12 @@ def test_every_code_under_every_scale_is_what_transformers_makes_of_it():
 
 @given(PLACES, PLACES)
 def test_any_range_is_the_same_part_of_the_whole(one, other):
-    source = unpacked(array_source(packed(*SHAPE), "x"), {})
+    source = unpack_mxfp4(array_source(packed(*SHAPE), "x"), {})
     Ranged(source, {DOWN: read_tensor(source, DOWN)}).check(DOWN, one, other)
 
 
 def test_many_tiles_are_the_same_from_many_threads():
-    source = unpacked(array_source(packed(2, 700, 8), "x"), {})
+    source = unpack_mxfp4(array_source(packed(2, 700, 8), "x"), {})
     whole, size = read_tensor(source, DOWN), 2 * 700 * 256
 
     def read(begin):
@@ -79,7 +79,7 @@ def test_many_tiles_are_the_same_from_many_threads():
 
 def test_what_is_presented_and_what_it_takes():
     norm = np.ones(3, np.float32)
-    source = unpacked(array_source({"norm": norm, **packed(*SHAPE)}, "x"), {})
+    source = unpack_mxfp4(array_source({"norm": norm, **packed(*SHAPE)}, "x"), {})
     assert isinstance(source, Mxfp4Source)
     assert {name: info.shape for name, info in source.tensors.items()} == {
         "norm": (3,),
@@ -97,14 +97,14 @@ def test_what_is_presented_and_what_it_takes():
 
 def test_other_models_and_other_layouts_are_not_guessed():
     plain = array_source(packed(*SHAPE), "x")
-    assert unpacked(plain, {"model_type": "other"}) is plain
+    assert unpack_mxfp4(plain, {"model_type": "other"}) is plain
     blocks, scales = packed(*SHAPE).values()
     for b, s in ((blocks[..., :8], scales), (blocks, scales[:, :, :2]), (blocks[0], scales[0])):
         with pytest.raises(InputError, match=rf"{DOWN}_blocks is .*; expected experts ×"):
-            unpacked(array_source({f"{DOWN}_blocks": b, f"{DOWN}_scales": s}, "x"), {})
+            unpack_mxfp4(array_source({f"{DOWN}_blocks": b, f"{DOWN}_scales": s}, "x"), {})
     both = {**packed(*SHAPE), DOWN: np.ones(3, np.float32)}
     with pytest.raises(InputError, match=rf"has both {DOWN} and {DOWN}_blocks; remove one"):
-        unpacked(array_source(both, "x"), {})
+        unpack_mxfp4(array_source(both, "x"), {})
 
 
 # ---------------------------------------------------------------- a whole model

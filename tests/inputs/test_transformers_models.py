@@ -6,8 +6,7 @@ import pytest
 from dare.errors import InputError
 from dare.inputs import transformers_models
 from dare.inputs.arrays import array_source
-from dare.inputs.loaded import find_places
-from dare.inputs.transformers_models import build_without_weights
+from dare.inputs.transformers_models import build_without_weights, find_places
 
 pytest.importorskip("transformers")
 

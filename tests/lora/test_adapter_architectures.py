@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.errors import InputError, MismatchError, RecipeError
-from dare.inputs.loaded import PLAIN_TYPES
+from dare.inputs import transformers_models
 from dare.lora import extract_adapter
 from dare.recipe.recipe import Recipe, Request
 from helpers import save
@@ -160,12 +160,11 @@ def test_the_table_says_what_transformers_does(tmp_path):
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    from dare.inputs import loaded
     from dare.tensors.dtypes import STORAGE_TYPES
     from dare.tensors.header import TensorInfo
 
     classes = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    for model_type in PLAIN_TYPES:
+    for model_type in transformers_models.PLAIN_TYPES:
         with quiet():
             config = CONFIG_MAPPING[model_type]()
             config.num_hidden_layers = 1
@@ -181,8 +180,8 @@ def test_the_table_says_what_transformers_does(tmp_path):
             for name, value in model.state_dict().items()
             if name not in model.all_tied_weights_keys
         }
-        by_table = loaded.find_by_table(described, stored)
-        by_transformers, _ = loaded._by_transformers(tmp_path, described, stored)
+        by_table = transformers_models.find_by_table(described, stored)
+        by_transformers, _ = transformers_models._by_transformers(tmp_path, described, stored)
         assert by_table is not None, model_type
         for name, expected in by_transformers.items():
             found = by_table[name]

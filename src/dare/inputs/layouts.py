@@ -27,9 +27,13 @@ import numpy as np
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, MismatchError
-from dare.inputs.loaded import MERGE_FIRST, find_by_table
 from dare.inputs.sources import CONFIG, DeltaInfo, Raw, RenamedSource, Source, SourceView
-from dare.inputs.transformers_models import ConversionTables, build_without_weights
+from dare.inputs.transformers_models import (
+    MERGE_FIRST,
+    ConversionTables,
+    build_without_weights,
+    find_by_table,
+)
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo

@@ -25,13 +25,19 @@ from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.layouts import in_layout_of
-from dare.inputs.loaded import AS_STORED, LoadedTensor, find_places, places_as_stored
 from dare.inputs.lora import bind_base
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
 from dare.inputs.pipeline import refuse_pipeline
 from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks, says_tied
-from dare.inputs.transformers_models import architecture_of, build_without_weights
+from dare.inputs.transformers_models import (
+    AS_STORED,
+    LoadedTensor,
+    architecture_of,
+    build_without_weights,
+    find_places,
+    places_as_stored,
+)
 from dare.lora.reading import list_findings
 from dare.lora.svd import Wanted, join_experts, truncate_matrix
 from dare.lora.writing import (

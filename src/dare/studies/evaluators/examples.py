@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
-from dare.inputs.loaded import LANGUAGE_MODELS
-from dare.inputs.transformers_models import load_live
+from dare.inputs.transformers_models import LANGUAGE_MODELS, load_live
 from dare.studies.data_files import FORMS, Task, TaskExample, input_text, is_right, read_tasks
 from dare.studies.evaluators.functions import Evaluator, Function
 
