@@ -32,9 +32,8 @@ from dare.documents.values import form_of
 from dare.documents.words import times
 from dare.errors import DareError
 from dare.recipe.entries import FLAGS, OTHER_NAMES
-from dare.recipe.options import RunOptions
+from dare.recipe.options import Range, RunOptions, Search
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
-from dare.recipe.search import Range, Search
 from dare.stages import ALIASES, STAGES, Stage
 from dare.stages.registry import of_kind
 from dare.tensors.names import EMBEDDINGS, PROJECTIONS

@@ -35,8 +35,8 @@ from worlds import UNSEEN
 import dare
 from dare.analysis.readiness import body_of
 from dare.api import make_request
-from dare.recipe.document import with_settings
 from dare.recipe.recipe import Recipe
+from dare.recipe.settings import with_settings
 from dare.studies.results import ALONE, Role
 from dare.studies.space import baseline_recipes, recipe_of
 from run import write

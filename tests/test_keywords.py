@@ -12,9 +12,9 @@ import dare
 from dare import ModelEntry, Recipe, RecipeError
 from dare.analysis.advice import Advice
 from dare.api import Settings, make_request
-from dare.recipe.document import parameter_names
 from dare.recipe.entries import OTHER_NAMES
 from dare.recipe.options import RunOptions
+from dare.recipe.settings import parameter_names
 from helpers import save
 
 FILES = {"base": "b", "models": ["m", "n"], "output": "o"}

@@ -26,9 +26,9 @@ from dare.output.receipt import Report, find_manifest, make_report, repeating_do
 from dare.output.slices import SliceReport
 from dare.output.targets import refuse_existing
 from dare.planning.plan import Plan
-from dare.recipe.document import overlaid
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
+from dare.recipe.settings import overlaid
 from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, run_finish, run_slice, take_sample
 from dare.run.nested import plan_inputs, plan_request

@@ -13,9 +13,9 @@ from calling import TWO, asked_recipe, dare_succeeds
 from dare.cli import HELP, MAIN_FLAGS, commands, find_command
 from dare.cli.flags import DROP_RATE, FIELDS, PER_MODEL, described, every_option, stage_options
 from dare.cli.parsing import read_options
-from dare.recipe.document import parameter_names
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
+from dare.recipe.settings import parameter_names
 from dare.stages import STAGES
 
 TOML = """

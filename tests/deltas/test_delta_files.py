@@ -20,7 +20,7 @@ from dare.inputs.delta_files import DeltaSource
 from dare.inputs.opening import open_model
 from dare.inputs.sources import open_source
 from dare.recipe.document import request_from_document
-from dare.recipe.moving import with_files
+from dare.recipe.settings import with_files
 from dare.tensors.chunks import CHUNK
 from helpers import listing, read_elements, save, save_shards, sha256
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from dare.api import load_recipe
 from dare.errors import RecipeError
 from dare.recipe.document import request_from_document as from_document
-from dare.recipe.document import with_settings
 from dare.recipe.entries import OTHER_NAMES, OUR_NAMES, in_our_form
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
+from dare.recipe.settings import with_settings
 from dare.stages import ALIASES
 from dare.tensors.names import is_embedding
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.cli import main
-from dare.recipe.document import applies
+from dare.recipe.settings import applies
 from dare.run import worker
 from dare.stages import STAGES, parse_method
 from dare.stages.matrices import matrix_refine_stage, refine

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import dare
 from dare.errors import EvaluationError, InputError, OutputError, RecipeError
-from dare.recipe.document import with_settings
 from dare.recipe.options import RunOptions
+from dare.recipe.settings import with_settings
 from dare.studies.evaluators import check_evaluator, open_scorer
 from dare.studies.evaluators.functions import compare_items, find, read_scores
 from dare.studies.results import Scored

@@ -14,7 +14,7 @@ import pytest
 import dare
 from dare.demo.tasks import TASKS
 from dare.errors import EvaluationError, RecipeError, install_command
-from dare.recipe.document import with_settings
+from dare.recipe.settings import with_settings
 from dare.studies.evaluators import open_scorer
 from dare.studies.evaluators.harness import _by_task, split_tasks
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare.errors import RecipeError
-from dare.recipe.search import Search
+from dare.recipe.options import Search
 from dare.studies.conclusions import Judge, doubts
 from dare.studies.judging import Guard, Objective
 

@@ -7,9 +7,10 @@ import pytest
 from dare.api import load_recipe
 from dare.cli.search import parse_over
 from dare.errors import RecipeError
-from dare.recipe.document import request_from_document, with_settings
+from dare.recipe.document import request_from_document
+from dare.recipe.options import Range
 from dare.recipe.recipe import Recipe
-from dare.recipe.search import Range
+from dare.recipe.settings import with_settings
 from dare.studies.space import Space, UsualMerges, is_random
 from dare.studies.study import _sampler
 

@@ -120,7 +120,7 @@ def flag_for(name: str) -> inspect.Parameter:
 
 def stage_options() -> list[Option]:
     """A flag for each parameter that a stage has; the drop rate stands with the method."""
-    from dare.recipe.document import parameter_names
+    from dare.recipe.settings import parameter_names
     from dare.stages import STAGES
 
     known = [found for stage in STAGES.values() for found in stage.parameters.values()]
@@ -147,9 +147,8 @@ def every_option(command: Command) -> list[Option]:
 
 def described() -> dict[str, str]:
     """Return what the fields of a recipe and of a search mean, as they say it themselves."""
-    from dare.recipe.options import RunOptions
+    from dare.recipe.options import RunOptions, Search
     from dare.recipe.recipe import Recipe
-    from dare.recipe.search import Search
 
     fields = Search.fields() | Recipe.fields() | RunOptions.fields()
     return {name: field.description or "" for name, field in fields.items()}
@@ -223,7 +222,8 @@ def recipe_from_flags(
 ) -> Request:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
     from dare.api import load_document
-    from dare.recipe.document import interpolates, naming, overlaid
+    from dare.recipe.document import interpolates, naming
+    from dare.recipe.settings import overlaid
 
     given = {n: v for n, v in flags.items() if n not in BESIDE_RECIPE and v is not None}
     if config is None and start is None:
@@ -243,13 +243,23 @@ def recipe_from_flags(
 
 def read_flag(name: str, value: Any) -> Any:
     """Return the value of a flag, with numbers, rules and truths read from their texts."""
-    from dare.recipe.document import read_value
-
     if name == "tensors":
         return [read_rule(text) for text in value]
     if name in FIELDS or name in PER_MODEL:
         return value
     return [read_value(text) for text in value] or [True]
+
+
+def read_value(text: str) -> Any:
+    """Read a number, `true` or `false`; anything else is text."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def read_rule(text: str) -> dict[str, Any]:
@@ -259,7 +269,6 @@ def read_rule(text: str) -> dict[str, Any]:
     {'match': '*.mlp.*', 'drop_rate': 0.5, 'rescale': 'l1'}
     """
     from dare.errors import RecipeError
-    from dare.recipe.document import read_value
 
     pattern, _, settings = text.partition(":")
     pairs = [pair.partition("=") for pair in settings.split(",")]

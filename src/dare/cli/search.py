@@ -24,6 +24,7 @@ from dare.cli.flags import (
     RunSwitch,
     Switch,
     print_json,
+    read_value,
     recipe_from_flags,
     switch,
     takes_recipe,
@@ -35,7 +36,7 @@ from dare.documents.words import times
 from dare.errors import DareWarning, OutputError, RecipeError
 
 if TYPE_CHECKING:
-    from dare.recipe.search import Choices, Range
+    from dare.recipe.options import Choices, Range
     from dare.studies.document import SearchResult
 
 WHAT = "What is searched"
@@ -159,8 +160,7 @@ def parse_over(text: str) -> tuple[str, Choices | Range]:
     >>> parse_over("scale=0.5:2:log")[1].log
     True
     """
-    from dare.recipe.document import read_value
-    from dare.recipe.search import Range
+    from dare.recipe.options import Range
 
     name, equals, values = text.partition("=")
     name = name.strip()

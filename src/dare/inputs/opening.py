@@ -30,9 +30,9 @@ from dare.inputs.sources import (
     read_config,
 )
 from dare.recipe.layers import mean_value
-from dare.recipe.moving import with_files
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe
+from dare.recipe.settings import with_files
 from dare.stores.locations import is_here, is_stored, to_path
 from dare.tensors.dtypes import CODE_TYPES, STORAGE_TYPES
 from dare.tensors.files import begins_with, is_directory, list_names

@@ -56,9 +56,9 @@ from dare.output.memory import MemorySink
 from dare.output.receipt import inputs_of_output, portable_path, short_name
 from dare.planning.make import rate_notes
 from dare.planning.plan import Plan
-from dare.recipe.document import overlaid, parameter_names
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
+from dare.recipe.settings import overlaid, parameter_names
 from dare.run.engine import Run, draw_conclusions, execute, run
 from dare.run.nested import plan_inputs
 from dare.stores.locations import to_path

@@ -45,9 +45,9 @@ from dare.recipe.document import request_from_document
 from dare.recipe.entries import distinct
 from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.layers import Gradient
-from dare.recipe.moving import moved
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
+from dare.recipe.settings import moved
 from dare.stores.locations import home_folder, is_stored, parse_name, to_path
 from dare.tensors.chunks import SEAL, bytes_digest, model_digest, tensor_digest
 from dare.tensors.header import TensorInfo

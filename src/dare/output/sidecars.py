@@ -36,8 +36,8 @@ from dare.planning.data import Layout
 from dare.planning.plan import Plan
 from dare.recipe.entries import distinct
 from dare.recipe.fields import NOT_RECORDED
-from dare.recipe.moving import moved
 from dare.recipe.recipe import Recipe
+from dare.recipe.settings import moved
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import is_there

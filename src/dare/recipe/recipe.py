@@ -53,8 +53,7 @@ from dare.recipe.entries import (
 )
 from dare.recipe.fields import NOT_RECORDED, SAME_WEIGHTS, Strict, described
 from dare.recipe.layers import OUTSIDE, Gradient, value_at
-from dare.recipe.options import USUAL, RunOptions, Size
-from dare.recipe.search import Search, search_table
+from dare.recipe.options import USUAL, RunOptions, Search, Size, search_table
 from dare.stages import IMPLIED, STAGES, Stage, parse_method
 from dare.stages.registry import Kind, combine_of, takers
 from dare.tensors.dtypes import weight_type

@@ -47,9 +47,9 @@ from dare.output.receipt import metadata_of
 from dare.output.sink import FileSink, explaining, make_sink
 from dare.planning.plan import Plan
 from dare.planning.slices import MOST_SLICES, Division, Share
-from dare.recipe.moving import moved
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
+from dare.recipe.settings import moved
 from dare.run.engine import Run, do_census_steps, execute
 from dare.run.nested import plan_request
 from dare.run.threads import Id, Step

@@ -37,10 +37,10 @@ from dare.output.memory import (
 )
 from dare.output.receipt import digests_of
 from dare.planning.plan import Plan
-from dare.recipe.document import with_settings
 from dare.recipe.layers import mean_value
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe, Request
+from dare.recipe.settings import with_settings
 from dare.run.engine import execute
 from dare.run.merging import check_digests
 from dare.run.nested import open_recipe, plan_inputs
@@ -95,7 +95,7 @@ class Candidates:
         return f"<Candidates of {named(names)}, {show_size(self.memory_bytes)} in memory>"
 
     def recipe_for(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with some settings changed; `dare.recipe.document` has their names."""
+        """Return the recipe with some settings changed; `dare.recipe.settings` has their names."""
         return with_settings(self.recipe, settings)
 
     def make(

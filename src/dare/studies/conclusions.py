@@ -15,8 +15,9 @@ from statistics import fmean
 from dare.documents.notices import Notice, notice
 from dare.documents.words import listed, times
 from dare.errors import RecipeError
-from dare.recipe.document import request_from_document, with_settings
+from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Recipe
+from dare.recipe.settings import with_settings
 from dare.studies.judging import Guard, Objective, Scores
 from dare.studies.results import (
     ALONE,

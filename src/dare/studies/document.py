@@ -35,9 +35,10 @@ from dare.errors import InputError, printable
 from dare.output.receipt import without_folders
 from dare.output.sidecars import inline, markdown_rows
 from dare.output.targets import write_file
-from dare.recipe.document import INCLUDE, request_from_document
+from dare.recipe.document import request_from_document
 from dare.recipe.entries import write_toml
 from dare.recipe.recipe import Recipe
+from dare.recipe.settings import INCLUDE
 from dare.stores.locations import usual_output
 from dare.studies.conclusions import conclude
 from dare.studies.figures import TEXTS, draw_figures, split_settings

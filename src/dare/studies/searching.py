@@ -34,9 +34,9 @@ from dare.api import AnyModels, AnyPath, AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
 from dare.documents.words import time_text, times, value_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
-from dare.recipe.document import INCLUDE
+from dare.recipe.options import Choices, Range, Search
 from dare.recipe.recipe import Recipe, Request
-from dare.recipe.search import Choices, Range, Search
+from dare.recipe.settings import INCLUDE
 from dare.studies.conclusions import Judge
 from dare.studies.data_files import Task, read_tasks
 from dare.studies.document import SearchResult, progress_text, read_study, result_of, winners

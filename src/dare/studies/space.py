@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from dare.errors import RecipeError, did_you_mean
-from dare.recipe.document import (
+from dare.recipe.document import request_from_document
+from dare.recipe.options import Choices, Range, Search
+from dare.recipe.recipe import ModelEntry, Recipe
+from dare.recipe.settings import (
     FIELDS,
     INCLUDE,
     MODEL_SETTINGS,
     applies,
     get_by_name,
     parameter_names,
-    request_from_document,
+    rows_without,
     with_settings,
 )
-from dare.recipe.moving import rows_without
-from dare.recipe.recipe import ModelEntry, Recipe
-from dare.recipe.search import Choices, Range, Search
 from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 

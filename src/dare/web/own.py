@@ -50,8 +50,8 @@ from dare.output.targets import has_mark, partial_folder
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
 from dare.recipe.entries import as_path, write_toml
-from dare.recipe.moving import moved
 from dare.recipe.recipe import Request
+from dare.recipe.settings import moved
 from dare.run.engine import publisher_of
 from dare.stores.locations import check_inside, confine
 from dare.web.guard import Json, TooLargeError, read_object

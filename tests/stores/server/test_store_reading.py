@@ -11,7 +11,7 @@ from small_models import digests, recipe
 import dare
 from dare.errors import InputError
 from dare.inputs.sources import open_source
-from dare.recipe.moving import with_files
+from dare.recipe.settings import with_files
 from dare.stores import reading
 from dare.stores.locations import to_path
 from helpers import save_shards
