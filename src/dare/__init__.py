@@ -21,10 +21,10 @@ _NAMES = {
     "analysis.document": "Analysis",
     "analysis.readiness": "Readiness assess",
     "api": "apply_delta finish load_recipe merge merge_arrays merge_slice plan",
-    "deltas.compressing": "compress",
+    "deltas.compressing": "DeltaReport compress",
     "deltas.gathering": "GramCollector recompute_norms write_grams",
     "deltas.live": "LiveDelta load_delta",
-    "deltas.reports": "DeltaReport Restoration",
+    "deltas.restoring": "Restoration",
     "errors": (
         "ClusterError DareError DareWarning EvaluationError HeaderError InputError MismatchError "
         "NotFiniteError OutputError RecipeError VerificationError"

@@ -31,14 +31,14 @@ from dare.compat import (
     ties_elect_sign as ties_elect_sign,
     ties_trim as ties_trim,
 )
-from dare.deltas.compressing import compress as compress
+from dare.deltas.compressing import DeltaReport as DeltaReport, compress as compress
 from dare.deltas.gathering import (
     GramCollector as GramCollector,
     recompute_norms as recompute_norms,
     write_grams as write_grams,
 )
 from dare.deltas.live import LiveDelta as LiveDelta, load_delta as load_delta
-from dare.deltas.reports import DeltaReport as DeltaReport, Restoration as Restoration
+from dare.deltas.restoring import Restoration as Restoration
 from dare.errors import (
     ClusterError as ClusterError,
     DareError as DareError,

@@ -36,7 +36,7 @@ from dare.stores.locations import to_path
 from dare.tensors.header import TensorInfo
 
 if TYPE_CHECKING:
-    from dare.deltas.reports import Restoration
+    from dare.deltas.restoring import Restoration
 
 YAML_SUFFIXES = (".yaml", ".yml")  # endings of mergekit's configurations
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dare.errors import InputError, RecipeError
-from dare.lora import svd
-from dare.lora.svd import Wanted, truncate_matrix, truncate_product
+from dare.lora import low_rank
+from dare.lora.low_rank import Wanted, truncate_matrix, truncate_product
 
 
 def gaussian(*shape, seed=0):
@@ -61,10 +61,10 @@ def test_small_matrices_are_exact(shape, rank):
     ids=["flat", "tall", "steep", "spiked"],
 )
 def test_a_sketch_is_all_but_the_best(matrix, margin, monkeypatch):
-    assert svd._sketches(min(matrix.shape), 4)
-    monkeypatch.setattr(svd, "gram", watch := Watch(svd.gram))
+    assert low_rank._sketches(min(matrix.shape), 4)
+    monkeypatch.setattr(low_rank, "gram", watch := Watch(low_rank.gram))
     found = truncate_matrix(matrix, Wanted(rank=4), "w")
-    assert watch.sizes == [svd._basis_width(4)]  # and not the side of the matrix
+    assert watch.sizes == [low_rank._basis_width(4)]  # and not the side of the matrix
     least = least_error(matrix, 4)
     error = true_error(matrix, found)
     assert least * (1 - 1e-6) <= error <= least * margin
@@ -92,7 +92,7 @@ def test_a_matrix_of_low_rank_is_recovered(shape):
 @pytest.mark.parametrize("energy", [0.3, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("matrix", [gaussian(180, 200), decaying(220, 190, 1)], ids=["flat", "1/i"])
 def test_as_few_directions_as_hold_the_energy(matrix, energy, monkeypatch):
-    monkeypatch.setattr(svd, "FIRST_WIDTH", 4)  # so that there is a sketch before it is exact
+    monkeypatch.setattr(low_rank, "FIRST_WIDTH", 4)  # so that there is a sketch before it is exact
     found = truncate_matrix(matrix, Wanted(energy=energy), "w")
     energies = np.linalg.svd(matrix.astype(np.float64), compute_uv=False) ** 2
     fewest = int(np.searchsorted(np.cumsum(energies) / energies.sum(), energy - 1e-9)) + 1

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dare
 from dare.cli import main
-from dare.mixtures.building import LAYOUTS, changed_config, plan_mixture
-from dare.mixtures.gates import draw_normal
+from dare.mixtures.building import LAYOUTS, changed_config, draw_normal, plan_mixture
 from dare.mixtures.mixture import Mixture, load_mixture
 from dare.output.targets import read_sealed, seal
 from helpers import sha256

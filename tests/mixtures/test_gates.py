@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.inputs.opening import open_model
-from dare.mixtures.gates import draw_normal, draw_uniform, make_gates
+from dare.mixtures.building import draw_normal, draw_uniform, make_gates
 from dare.mixtures.mixture import Mixture
 
 NAMES = ("layer 0", "layer 1")

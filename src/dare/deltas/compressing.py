@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import math
 import shlex
 import struct
 from collections import Counter, defaultdict
@@ -25,9 +26,10 @@ import numpy as np
 from dare import __version__
 from dare.checks.sample import sample_models
 from dare.deltas.packing import Bits, Packer, Scheme, choose_scheme, code_lossless
-from dare.deltas.reports import DeltaReport, make_report
+from dare.deltas.restoring import FileReport
+from dare.documents.document import Document, Tone
 from dare.documents.notices import LEFTOVERS, LIMIT, Notice, notice
-from dare.documents.words import show_size
+from dare.documents.words import pace_text, show_size, times
 from dare.errors import InputError, MismatchError, OutputError
 from dare.inputs.delta_files import (
     INDEX,
@@ -122,6 +124,69 @@ def compress(
     return run(work, overwrite=overwrite, resume=resume)
 
 
+@dataclass(frozen=True)
+class DeltaReport(FileReport):
+    """The figures of a delta file: its size, and its error."""
+
+    scheme: str
+    bits: str | int
+    drop_rate: float | None
+    seed: int | None
+    parameters: int
+    kept: int
+    """The number of stored values; not counted for a lossless file."""
+    model_bytes: int
+    bytes_written: int
+    bits_per_parameter: float
+    ratio: float
+    """The model's size divided by the file's."""
+    relative_error: float
+    """√Σ(δ̂ - δ)² / √Σδ², with δ̂ as it is read from the file."""
+    weight_error: float
+    """The same, relative to the base's weights: √Σ(δ̂ - δ)² / √Σw²."""
+    bytes_read: int
+    resumed_chunks: int
+    seconds: float
+    notes: tuple[Notice, ...]
+    warnings: tuple[Notice, ...]
+
+    @property
+    def held(self) -> str:
+        """The stored part of the model, and the error."""
+        if self.scheme == "lossless":
+            return "every bit of the model"
+        values = "unrounded" if self.bits == "native" else f"{times(int(self.bits), 'bit')} each"
+        return (
+            f"{self.kept:,} of {self.parameters:,} changes, {values}; weight "
+            f"error {self.weight_error:.2%} ({self.relative_error:.0%} of the change)"
+        )
+
+    def document(self) -> Document:
+        """Return what the file holds, and what to do with it."""
+        output = shlex.quote(str(self.output))
+        each = f"{self.bits_per_parameter:.3g} bits for each parameter"
+        smaller = f"{self.ratio:.1f} times smaller than the model ({each})"
+        return Document(
+            title=f"Compressed in {self.seconds:.1f} s",
+            kind="delta file",
+            tone=Tone.GOOD,
+            lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
+            facts=(
+                ("size", f"{show_size(self.bytes_written)}, {smaller}"),
+                ("holds", self.held),
+            ),
+            notices=(*self.notes, *self.warnings),
+            steps={
+                "apply": f"dare apply BASE {output} -o MODEL",
+                "verify": f"dare verify {output}",
+            },
+            done=f"Wrote {self.output}",
+        )
+
+
+# ---------------------------------------------------------------- the work
+
+
 @dataclass(eq=False)
 class Compression(Work[DeltaReport]):
     """A delta file under way, of one kind or another."""
@@ -154,7 +219,7 @@ class Compression(Work[DeltaReport]):
         notes = self._assemble(group_by_tensor(records))
         # a lossless file is planned from the model's side
         model = plan.base if notes.scheme == "lossless" else plan.models[0]
-        report = make_report(
+        report = _make_report(
             notes,
             records,
             output=self.target,
@@ -235,6 +300,42 @@ class Compression(Work[DeltaReport]):
 
 def _metadata(notes: DeltaNotes) -> dict[str, str]:
     return {"format": "pt", KEY: notes.to_json()}
+
+
+def _make_report(
+    header: DeltaNotes,
+    records: Sequence[Record],
+    *,
+    model_bytes: int,
+    bytes_written: int,
+    **circumstances: Any,
+) -> DeltaReport:
+    """Add the figures of all chunks up."""
+    sums = [math.fsum(column) for column in zip(*(r.sums for r in records if r.sums), strict=True)]
+    change, error, weights = sums or (0.0, 0.0, 0.0)
+    parameters = sum(tensor.elements for tensor in header.tensors.values() if not tensor.tied_to)
+    is_lossless = header.scheme == "lossless"
+    return DeltaReport(
+        scheme=header.scheme,
+        bits=header.bits,
+        drop_rate=header.drop_rate,
+        seed=header.seed,
+        parameters=parameters,
+        kept=0 if is_lossless else sum(max(0, record.piece[2]) for record in records),
+        model_bytes=model_bytes,
+        bytes_written=bytes_written,
+        bits_per_parameter=8 * bytes_written / max(1, parameters),
+        ratio=model_bytes / bytes_written,
+        relative_error=_root(error, change),
+        weight_error=_root(error, weights),
+        **circumstances,
+    )
+
+
+def _root(part: float, whole: float) -> float:
+    if part <= 0:  # below 0 by rounding, if next to nothing is dropped
+        return 0.0
+    return math.sqrt(part / whole) if whole > 0 else math.inf
 
 
 def _size_and_error(report: DeltaReport) -> Iterator[Notice]:

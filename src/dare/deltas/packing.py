@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.delta_files import AS_IN_BASE
+from dare.inputs.sources import Floats
 from dare.kernels.reference import SCALE_GROUP
 from dare.output.journal import Record
 from dare.output.sink import PieceSink
@@ -22,8 +23,6 @@ from dare.stages.blocks import INFINITY
 from dare.tensors.chunks import CHUNK, bytes_digest
 from dare.tensors.mask import check_drop_rate
 from dare.tensors.planes import pack
-
-Floats = NDArray[np.float32]
 
 NO_THRESHOLD = np.int32(0x7FFFFFFF)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from dare import __version__
-from dare.deltas.reports import Restoration
+from dare.documents.document import Document, Tone
+from dare.documents.shown import Shown, json_ready
+from dare.documents.words import show_size
 from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
@@ -29,6 +32,46 @@ from dare.tensors.chunks import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header
 
 AnyPath = str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class FileReport(Shown):
+    """What a report of compressing or restoring has: the name of its file, but not the folder."""
+
+    output: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {**asdict(self), "output": self.output.name}
+
+    def to_json(self) -> str:
+        """Return the report as JSON; a number that is not finite becomes a string."""
+        document = {**self.to_dict(), "output": str(self.output)}
+        return json.dumps(json_ready(document), indent=2, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Restoration(FileReport):
+    """A model that was written again, bit for bit."""
+
+    digest: str
+    """The digest of its tensors, the same as in the delta file."""
+    bytes_read: int
+    bytes_written: int
+    resumed_chunks: int
+    seconds: float
+
+    def document(self) -> Document:
+        """Return that the model is there again."""
+        return Document(
+            title=f"Restored {show_size(self.bytes_written)} in {self.seconds:.1f} s",
+            kind="delta file",
+            tone=Tone.GOOD,
+            lead="bit for bit",
+            facts=(("digest", self.digest),),
+            steps={"verify": f"dare verify {shlex.quote(str(self.output))}"},
+            done=f"Wrote {self.output}",
+        )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
@@ -29,7 +28,7 @@ from dare.inputs.lora import bind_base
 from dare.inputs.names import match_names
 from dare.inputs.opening import open_model
 from dare.inputs.pipeline import refuse_pipeline
-from dare.inputs.sources import Source, hold_open, read_config, read_float_chunks, says_tied
+from dare.inputs.sources import Floats, Source, hold_open, read_config, read_float_chunks, says_tied
 from dare.inputs.transformers_models import (
     AS_STORED,
     LoadedTensor,
@@ -38,8 +37,8 @@ from dare.inputs.transformers_models import (
     find_places,
     places_as_stored,
 )
+from dare.lora.low_rank import Wanted, join_experts, truncate_matrix
 from dare.lora.reading import list_findings
-from dare.lora.svd import Wanted, join_experts, truncate_matrix
 from dare.lora.writing import (
     AdapterWork,
     ExtractionReport,
@@ -55,7 +54,6 @@ from dare.tensors.dtypes import STORAGE_TYPES, weight_type
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, some_of
 
-Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
 LEFT_OUT_SHOWN = 4

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.checks.inputs import check_inputs
 from dare.documents.document import Document
@@ -29,22 +28,26 @@ from dare.inputs.opening import Inputs
 from dare.inputs.sources import (
     Aligned,
     ArraySource,
+    Floats,
     Source,
     hold_open,
     read_float_chunks,
     read_floats,
 )
-from dare.lora.core import CoreSource, FindCore, core_bytes, keep_last
-from dare.lora.reading import HOW_ELSE, AdapterFile, LoraModule, open_adapters
-from dare.lora.svd import (
+from dare.lora.low_rank import (
+    CoreSource,
+    FindCore,
     LowRank,
     Wanted,
     check_finite,
+    core_bytes,
     join_experts,
+    keep_last,
     truncate_matrix,
     truncate_product,
     working_bytes,
 )
+from dare.lora.reading import HOW_ELSE, AdapterFile, LoraModule, open_adapters
 from dare.lora.writing import (
     AdapterReport,
     AdapterWork,
@@ -65,7 +68,6 @@ from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
 
-Floats = NDArray[np.float32]
 AnyPath = str | PathLike[str]
 
 # The space in which changes are merged: that of whole matrices, or the one that adapters span.

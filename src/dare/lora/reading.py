@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
 from dare.inputs.adapter_tensors import read_block
 from dare.inputs.lora import LoraSource
-from dare.inputs.sources import RenamedSource
+from dare.inputs.sources import Floats, RenamedSource
 from dare.tensors.files import read_limited
 from dare.tensors.header import MAX_CONFIG_BYTES, TensorInfo, parse_json
-
-Floats = NDArray[np.float32]
 
 HOW_ELSE = "or merge into the base: dare merge BASE ADAPTER ADAPTER … -o OUT"
 FINDINGS_SHOWN = 10

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare import __version__
 from dare.documents.document import Document, Tone
@@ -28,6 +27,7 @@ from dare.documents.shown import Shown, json_ready
 from dare.documents.words import show_size, times
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, PARAMETERS, WEIGHTS_NAME
+from dare.inputs.sources import Floats
 from dare.kernels import reference
 from dare.output.journal import Record
 from dare.output.output import Identity, Publisher
@@ -36,8 +36,6 @@ from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
 from dare.run.engine import Receipt, Run, Work
 from dare.tensors.dtypes import StorageType
-
-Floats = NDArray[np.float32]
 
 PREFIX = "base_model.model."
 METADATA = {"format": "pt"}
