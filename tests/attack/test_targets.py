@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -67,50 +66,6 @@ def test_an_input_behind_a_bind_mount_is_never_replaced(place: Place, made, tmp_
     if outcome.status == CANNOT_MOUNT:
         pytest.skip("bind mounts are not allowed here, even in a namespace of one's own")
     check_refused(outcome, made, before)
-
-
-def test_a_base_whose_weights_are_links_is_never_replaced(place: Place, made, tmp_path):
-    store = tmp_path.resolve() / "store"
-    store.mkdir()
-    for weights in (made / "base").glob("*.safetensors"):
-        shutil.move(weights, store / weights.name)
-        weights.symlink_to(store / weights.name)
-    before = contents(tmp_path)
-    check_refused(merge_into(place, made / "base", made / "base"), tmp_path, before)
-
-
-def test_a_store_that_a_base_links_to_is_never_replaced(place: Place, made, tmp_path):
-    base = tmp_path.resolve() / "linked"
-    shutil.copytree(made / "base", base)
-    for weights in base.glob("*.safetensors"):
-        weights.unlink()
-        weights.symlink_to(made / "base" / weights.name)
-    before = contents(made)
-    check_refused(merge_into(place, made / "base", base), made, before)
-
-
-def test_a_link_to_the_base_is_never_replaced(place: Place, made, tmp_path):
-    for name in ("base", "base.safetensors"):
-        link = tmp_path.resolve() / f"link-{name}"
-        link.symlink_to(made / name)
-        before = contents(made)
-        check_refused(merge_into(place, link, made / name), made, before)
-        assert link.is_symlink()
-
-
-def test_a_folder_above_the_base_is_never_replaced(place: Place, made):
-    shutil.copy(made / "base" / "dare-manifest.json", made)
-    before = contents(made)
-    check_refused(merge_into(place, made, made / "base"), made, before)
-
-
-def test_a_hard_link_to_the_base_is_never_written_through(place: Place, made, tmp_path):
-    link = tmp_path.resolve() / "link.safetensors"
-    os.link(made / "base.safetensors", link)
-    before = contents(made)
-    outcome = merge_into(place, link, made / "base.safetensors")
-    assert contents(made) == before
-    check_message(outcome.status, outcome.err, outcome.err)
 
 
 @folders
@@ -203,20 +158,6 @@ def test_an_empty_folder_where_the_output_would_be_made_can_be_used(
     check_whole(place, scenario, "in an empty folder")
 
 
-@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
-def test_the_manifest_of_somebody_else_is_not_replaced(place: Place, more):
-    scenario = BY_NAME["file"]
-    name = "out.safetensors.manifest.json"
-    for theirs in (b"precious", b"{}", b'{"recipe": "of a cake"}', b""):
-        place.reset({name: theirs})
-        check_nothing_lost(place, scenario, more)
-    place.reset({"precious": b"precious"})
-    (place.work / name).symlink_to("precious")
-    check_nothing_lost(place, scenario, more)
-    place.reset({name: None, f"{name}/notes.txt": b"precious"})
-    check_nothing_lost(place, scenario, more)
-
-
 @folders
 def test_overwriting_never_deletes_a_file_that_dare_did_not_write(place: Place, scenario: Scenario):
     new = place.end(scenario).new
@@ -273,23 +214,6 @@ def test_a_link_planted_in_a_stopped_merge_is_not_written_through(
 
 
 # ---------------------------------------------------------------- names
-
-
-@merges
-def test_a_long_name_works_or_is_refused_before_any_work(place: Place, scenario: Scenario):
-    reads = place.end(scenario).reads
-    for length in (241, 242, 248, 256):
-        place.reset({})
-        name = scenario.output.rjust(length, "x")
-        watching = Attack(place.inputs, reads=True)
-        outcome = place.run((*scenario.arguments, "--output", name, "--quiet"), watching)
-        context = f"{length} bytes: {outcome.err}"
-        check_message(outcome.status, outcome.err, context)
-        if outcome.status == 0:
-            assert place.run(("verify", name)).status == 0, context
-        else:
-            assert contents(place.work) == {}, context
-            assert outcome.seen < reads, f"{context} (after all the work)"
 
 
 @pytest.mark.parametrize("name", ["out\udcff.safetensors", "out\udcff", "\x1b[31mout", "out\n"])
