@@ -36,7 +36,7 @@ from dare.kernels import reference
 from dare.output.receipt import Report
 from dare.recipe.recipe import Request
 from dare.stages import STAGES
-from dare.stages.dare import Rescale
+from dare.stages.dropping import Rescale
 from dare.tensors.header import TensorInfo, show_shape
 
 __all__ = [

@@ -20,7 +20,7 @@ from dare.demo.llama import read_weights
 from dare.demo.merges import BASE, TUNED
 from dare.documents.notices import LIMIT
 from dare.errors import RecipeError
-from dare.stages.darex import balanced_q
+from dare.stages.dropping import balanced_q
 
 DELTA = np.array([[3.0, 0.0], [0.0, -4.0]])
 WEIGHTS = np.full((2, 2), 25.0)  # of norm 50, ten times the delta's

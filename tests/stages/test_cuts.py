@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import dare
 from dare.kernels import core, reference
-from dare.stages import trim
+from dare.stages import trimming
 from dare.stages.blocks import Block, DeltaView, Scratch
-from dare.stages.trim import band_between, find_cuts
+from dare.stages.trimming import band_between, find_cuts
 
 HISTOGRAM = DeltaView.histogram
 KINDS = {
@@ -63,7 +63,7 @@ def test_cuts_are_those_of_a_sort(kind, sample, kernels, size, borders, shares, 
         *(kernels, (size,), spare_bytes, walk, None),
         lambda: None if chosen is None else block(values[chosen].copy()),
     )
-    with mock.patch.multiple(trim, SMALL=0, CHUNK=10):
+    with mock.patch.multiple(trimming, SMALL=0, CHUNK=10):
         lowest, highest = find_cuts(view, lambda n: [int(r * n / size) or r > 0 for r in ranks])
     expected, changed = np.zeros_like(values), block(values)
     changed.keep(band_between(lowest, highest))

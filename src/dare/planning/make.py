@@ -31,7 +31,7 @@ from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule, names_of
 from dare.stages import Settings, Stage
-from dare.stages.darex import ROUNDING, suggest_q
+from dare.stages.dropping import ROUNDING, suggest_q
 from dare.stages.registry import LATER_PARAMETERS
 from dare.tensors.dtypes import MODEL_TYPES, STORAGE_TYPES, StorageType
 from dare.tensors.header import TensorInfo, show_shape

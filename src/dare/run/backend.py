@@ -23,7 +23,7 @@ from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Settings
 from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Note, Scratch
-from dare.stages.dare import make_up_for
+from dare.stages.dropping import make_up_for
 from dare.stages.matrices import chunk_of_summary
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 from dare.tensors.dtypes import StorageType

@@ -355,6 +355,12 @@ def _register(kind: Kind, declared: Mapping[str, Any], function: Function) -> Fu
     return function
 
 
+def list_in_order() -> None:
+    """Put the table into the order in which stages are shown."""
+    for name in (*_NAMES["listed"], *(name for name in STAGES if name not in _NAMES["listed"])):
+        STAGES[name] = STAGES.pop(name)
+
+
 # ---------------------------------------------------------------- methods
 
 
