@@ -1,6 +1,9 @@
-"""Adapters become the deltas that PEFT would add to the base."""
+"""Adapters become the deltas that PEFT would add to the base, and weights that DoRA makes of it."""
 
+import contextlib
 import json
+import re
+import time
 import tracemalloc
 import warnings
 
@@ -10,10 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from dare import Request, merge, plan
+import dare
+from dare import Request
 from dare.errors import InputError, RecipeError
+from dare.inputs import adapter_tensors
+from dare.inputs.adapter_tensors import DoraMagnitudes
 from dare.inputs.arrays import array_source
-from dare.inputs.lora import CONFIG_NAME, PICKLE_NAME, WEIGHTS_NAME, looks_like, open_adapter
+from dare.inputs.lora import (
+    CONFIG_NAME,
+    PICKLE_NAME,
+    WEIGHTS_NAME,
+    ModulePattern,
+    looks_like,
+    open_adapter,
+)
 from dare.kernels import core, reference
 from helpers import read_elements
 
@@ -26,15 +39,13 @@ with warnings.catch_warnings():
 
 def write_adapter(folder, tensors, **config):
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = {name.rpartition(".lora_")[0]: len(v) for name, v in tensors.items() if "_A" in name}
+    ranks = {name.rpartition(".lora_")[0]: len(v) for name, v in tensors.items() if "_A." in name}
     given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
     if config.keys().isdisjoint(("r", "rank_pattern")):
         given["rank_pattern"] = ranks
     (folder / CONFIG_NAME).write_text(json.dumps(given))
-    save_file(
-        {f"base_model.model.{name}": value for name, value in tensors.items()},
-        folder / WEIGHTS_NAME,
-    )
+    named = {f"base_model.model.{name}": value for name, value in tensors.items()}
+    save_file(named, folder / WEIGHTS_NAME)
     return folder
 
 
@@ -48,16 +59,24 @@ def floats(*shape, seed=0):
     return np.random.default_rng(seed).integers(-8, 8, shape).astype(np.float32) / 8
 
 
+def merge(folder, base, tensors, prefix="", model_type=None, **config):
+    """Merge an adapter onto a base, whose tensors may have a prefix, and read the result."""
+    base_folder = folder / "base"
+    base_folder.mkdir()
+    save_file({prefix + n: v for n, v in base.items()}, base_folder / "model.safetensors")
+    if model_type:
+        (base_folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    models = [write_adapter(folder / "adapter", tensors, **config)]
+    given = {"output": folder / "out", "method": "linear", "verbose": False}
+    dare.merge(base=base_folder, models=models, **given)
+    return load_file(folder / "out" / "model.safetensors")
+
+
 A, B = floats(2, 3), floats(4, 2, seed=1)
-PAIR = {"m.q_proj.lora_A.weight": A, "m.q_proj.lora_B.weight": B}
+NAMES = "m.q_proj.lora_A.weight", "m.q_proj.lora_B.weight"
+PAIR = dict(zip(NAMES, (A, B), strict=True))
 
-
-def test_a_delta_is_scaling_times_b_times_a(tmp_path):
-    source = open_adapter(write_adapter(tmp_path, PAIR))
-    assert set(source.tensors) == {"m.q_proj.weight"}
-    assert source.delta_of("m.q_proj.weight").is_change
-    assert source.is_partial
-    assert read_all(source, "m.q_proj.weight").tolist() == (2.0 * (B @ A)).tolist()
+# ---------------------------------------------------------------- products
 
 
 @pytest.mark.parametrize(
@@ -73,37 +92,31 @@ def test_a_delta_is_scaling_times_b_times_a(tmp_path):
         ({"r": 64, "rank_pattern": {"q_proj": 2}}, 2.0),
     ],
 )
-def test_the_scaling_follows_the_configuration(tmp_path, config, scaling):
+def test_a_delta_is_scaling_times_b_times_a(tmp_path, config, scaling):
     source = open_adapter(write_adapter(tmp_path, PAIR, **config))
+    assert set(source.tensors) == {"m.q_proj.weight"}
+    assert source.delta_of("m.q_proj.weight").is_change
+    assert source.is_partial
     expected = np.float32(scaling) * (B @ A)
     assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
 
 
-def test_convolutions_keep_their_shape(tmp_path):
+def test_convolutions_biases_and_what_is_stored_in_full(tmp_path):
     down, up = floats(2, 3, 3, 3), floats(4, 2, 1, 1, seed=1)
-    pair = {"conv.lora_A.weight": down, "conv.lora_B.weight": up}
-    source = open_adapter(write_adapter(tmp_path, pair))
-    expected = 2.0 * (up.reshape(4, 2) @ down.reshape(2, -1)).reshape(4, 3, 3, 3)
-    assert read_all(source, "conv.weight").tolist() == expected.tolist()
-
-
-def test_biases_and_saved_modules(tmp_path):
-    whole = {"lm_head.weight": floats(3, 3), "m.k_proj.base_layer.bias": floats(4)}
-    bias = {"m.q_proj.lora_B.bias": floats(4, seed=5)}
-    source = open_adapter(write_adapter(tmp_path, PAIR | whole | bias, lora_bias=True))
-    assert not source.delta_of("lm_head.weight").is_change
-    assert read_all(source, "lm_head.weight").tolist() == whole["lm_head.weight"].tolist()
-    assert source.delta_of("m.q_proj.bias").is_change
-    expected = 2.0 * bias["m.q_proj.lora_B.bias"]
-    assert read_all(source, "m.q_proj.bias").tolist() == expected.tolist()
-
-
-def test_what_is_stored_in_full_and_as_a_lora_is_the_sum(tmp_path):
-    whole = {"m.q_proj.base_layer.weight": floats(4, 3, seed=7)}
-    source = open_adapter(write_adapter(tmp_path, PAIR | whole))
-    assert not source.delta_of("m.q_proj.weight").is_change
-    expected = 2.0 * (B @ A) + whole["m.q_proj.base_layer.weight"]
-    assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
+    bias, whole, both = floats(4, seed=5), floats(3, 3), floats(4, 3, seed=7)
+    tensors = {
+        **{"conv.lora_A.weight": down, "conv.lora_B.weight": up},
+        **{**PAIR, "m.q_proj.lora_B.bias": bias, "m.q_proj.base_layer.weight": both},
+        **{"lm_head.weight": whole, "m.k_proj.base_layer.bias": bias},
+    }
+    source = open_adapter(write_adapter(tmp_path, tensors, lora_bias=True))
+    found = {name: read_all(source, name).tolist() for name in source.tensors}
+    convolution = 2.0 * (up.reshape(4, 2) @ down.reshape(2, -1)).reshape(4, 3, 3, 3)
+    changes = {"conv.weight": convolution.tolist(), "m.q_proj.bias": (2.0 * bias).tolist()}
+    wholes = {"lm_head.weight": whole.tolist(), "m.k_proj.bias": bias.tolist()}
+    wholes["m.q_proj.weight"] = (2.0 * (B @ A) + both).tolist()
+    assert found == {**changes, **wholes}
+    assert {name for name in found if source.delta_of(name).is_change} == changes.keys()
 
 
 FUSED = ["experts.gate_up_proj", "experts.down_proj"]
@@ -128,19 +141,6 @@ def test_the_factors_of_experts_are_for_one_expert_each(tmp_path, is_turned):
         assert read_all(source, f"m.experts.{name}").tolist() == expected.tolist()
 
 
-def test_parameters_that_cannot_be_told_apart_are_refused(tmp_path):
-    for config in (
-        {"r": 1},
-        {"r": 1, "target_parameters": ["experts.a", "experts.b"]},
-        {"r": 1, "target_parameters": FUSED[:1]},
-        {"r": 3, "target_parameters": FUSED},
-        {"r": 0, "target_parameters": FUSED},
-        {"target_parameters": FUSED, "rank_pattern": {"down_proj": -1}},
-    ):
-        with pytest.raises(InputError, match=r"m\.experts"):
-            open_adapter(write_adapter(tmp_path, NESTED, **config))
-
-
 START = {"init_lora_weights": "pissa", "use_rslora": True}
 
 
@@ -148,23 +148,19 @@ START = {"init_lora_weights": "pissa", "use_rslora": True}
 def test_what_was_taken_out_of_the_base_is_subtracted(tmp_path, place):
     base = array_source({"m.q_proj.weight": floats(4, 3)}, "base")
     first = {name: floats(*value.shape, seed=9) for name, value in PAIR.items()}
-    write_adapter(tmp_path / place, first)
-    source = open_adapter(write_adapter(tmp_path / "adapter", PAIR, **START), base=base)
-    before, after = first["m.q_proj.lora_B.weight"] @ first["m.q_proj.lora_A.weight"], B @ A
-    expected = np.float32(4 / 2**0.5) * (after.astype(np.float64) - before)
-    np.testing.assert_allclose(read_all(source, "m.q_proj.weight"), expected, atol=1e-6)
-
-
-def test_a_start_that_cannot_be_subtracted_is_refused(tmp_path):
-    base = array_source({"m.q_proj.weight": floats(4, 3)}, "base")
     folder = write_adapter(tmp_path / "adapter", PAIR, **START)
     with pytest.raises(InputError, match=r"pissa_init, or save it with PEFT's path_initial"):
         open_adapter(folder, base=base)
-    write_adapter(tmp_path / "pissa_init", {"m.q_proj.lora_A.weight": A})
+    write_adapter(tmp_path / place, {NAMES[0]: A})
     with pytest.raises(InputError, match=r"m\.q_proj\.weight; give the adapter as it was"):
         open_adapter(folder, base=base)
     with pytest.raises(InputError, match="dare merge BASE ADAPTER"):
         open_adapter(folder)
+    write_adapter(tmp_path / place, first)
+    before, after = first[NAMES[1]] @ first[NAMES[0]], B @ A
+    expected = np.float32(4 / 2**0.5) * (after.astype(np.float64) - before)
+    found = read_all(open_adapter(folder, base=base), "m.q_proj.weight")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 sizes = st.integers(1, 9)
@@ -186,14 +182,132 @@ def test_both_kernels_give_the_same_bits(rows, rank, columns, seed, data):
     assert np.allclose(outs[0], exact[first : first + count], rtol=1e-5, atol=1e-5)
 
 
+def test_pickled_factors_are_read_if_the_user_allows_it(tmp_path):
+    expected = read_all(open_adapter(write_adapter(tmp_path, PAIR)), "m.q_proj.weight")
+    stored = load_file(tmp_path / WEIGHTS_NAME)
+    torch.save({k: torch.from_numpy(v) for k, v in stored.items()}, tmp_path / PICKLE_NAME)
+    (tmp_path / WEIGHTS_NAME).unlink()
+    with pytest.raises(InputError, match=r"--allow-pickle"):
+        open_adapter(tmp_path)
+    source = open_adapter(tmp_path, allow_pickle=True)
+    assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
+
+
+# ---------------------------------------------------------------- whole weights
+
+LEFT, RIGHT = floats(5, 2, seed=2) + 1, floats(2, 6, seed=1) + 1
+LINEAR = {"w.lora_A.weight": RIGHT, "w.lora_B.weight": LEFT}
+EMBEDDING = {"w.lora_embedding_A": RIGHT, "w.lora_embedding_B": LEFT}
+CONVOLUTION = {"w.lora_A.weight": floats(2, 3, 2, 2), "w.lora_B.weight": floats(5, 2, 1, 1)}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(
+    ("factors", "model_type", "axis"),
+    [(LINEAR, None, 1), (LINEAR, "gpt2", 0), (EMBEDDING, None, 0), (CONVOLUTION, None, (1, 2, 3))],
+    ids=["linear", "inputs first", "embedding", "convolution"],
+)
+def test_dora_brings_the_changed_weights_to_its_magnitudes(
+    tmp_path, factors, model_type, axis, prefix
+):
+    down, up = (np.float64(value).reshape(len(value), -1) for value in factors.values())
+    change = 2 * (up @ down)
+    change = change.T if axis == 0 else change
+    shape = (5, *next(iter(factors.values())).shape[1:]) if axis == (1, 2, 3) else change.shape
+    weight, magnitudes = 1 + floats(*shape, seed=3), 1 + np.abs(floats(5, seed=4))
+    stored = {**factors, "w.lora_magnitude_vector": magnitudes}
+    found = merge(tmp_path, {"w.weight": weight}, stored, prefix, model_type, use_dora=True)
+    tuned = weight + change.reshape(shape)
+    norms = np.sqrt(np.square(tuned).sum(axis=axis, keepdims=True))
+    expected = tuned * magnitudes.reshape(norms.shape) / norms
+    np.testing.assert_allclose(found[f"{prefix}w.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sides=st.tuples(sizes, sizes),
+    chunk=st.integers(1, 40),
+    by_column=st.booleans(),
+    data=st.data(),
+)
+def test_any_elements_of_dora_are_those_of_the_whole(sides, chunk, by_column, data):
+    rows, columns = sides
+    weights = np.random.default_rng(0).standard_normal(rows * columns, np.float32)
+    source = array_source({"m": floats(columns if by_column else rows, seed=1)}, "adapter")
+
+    def read(start, into):
+        into[:] = weights[start : start + into.size]
+
+    whole = np.empty_like(weights)
+    DoraMagnitudes("m", rows, columns, by_column).fill(read, source, 0, whole)
+    start = data.draw(st.integers(0, whole.size))
+    found = np.empty(data.draw(st.integers(0, whole.size - start)), np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_column:  # the norms of columns are sums of chunks
+            patch.setattr(adapter_tensors, "CHUNK", chunk)
+        DoraMagnitudes("m", rows, columns, by_column).fill(read, source, start, found)
+    assert found.tobytes() == whole[start:][: found.size].tobytes()
+
+
+TOKENS = {"e.token_adapter.trainable_tokens_delta": floats(3, 4, seed=5)}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("rows", [[6, 0, 2], {"e": [6, 0, 2]}])
+def test_rows_of_trained_tokens_replace_those_of_the_base(tmp_path, rows, prefix):
+    weight = floats(7, 4)
+    found = merge(tmp_path, {"e.weight": weight}, TOKENS, prefix, trainable_token_indices=rows)
+    expected = weight.copy()
+    expected[[6, 0, 2]] = TOKENS["e.token_adapter.trainable_tokens_delta"]
+    result = found[f"{prefix}e.weight"]
+    np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+    assert result[[1, 3, 4, 5]].tobytes() == weight[[1, 3, 4, 5]].tobytes()
+
+
+DORA = {**LINEAR, "w.lora_magnitude_vector": floats(5)}
+WITH_LORA = {"e.lora_A.weight": floats(2, 4), "e.lora_B.weight": floats(7, 2), **TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config"),
+    [
+        (LINEAR, {"use_dora": True}),
+        ({"w.lora_magnitude_vector": floats(5)}, {"use_dora": True}),
+        ({**DORA, "w.lora_magnitude_vector": floats(6)}, {"use_dora": True}),
+        (DORA, {}),
+        (TOKENS, {}),
+        *(
+            (TOKENS, {"trainable_token_indices": rows})
+            for rows in ([0, 1, 7], [0, -1, 2], [0, 1], {"e": ["x"]}, {"f": [0, 1, 2]})
+        ),
+        (
+            {"f.token_adapter.trainable_tokens_delta": floats(1, 4)},
+            {"trainable_token_indices": [1]},
+        ),
+        (WITH_LORA, {"trainable_token_indices": [0, 1, 2]}),
+    ],
+)
+def test_what_does_not_fit_the_base_is_refused(tmp_path, tensors, config):
+    base = {"w.weight": floats(5, 6), "e.weight": floats(7, 4)}
+    with pytest.raises(InputError):
+        merge(tmp_path, base, tensors, **config)
+
+
+def test_the_base_of_dora_is_needed_and_must_fit(tmp_path):
+    with pytest.raises(InputError, match="dare merge BASE ADAPTER"):
+        open_adapter(write_adapter(tmp_path / "lone", DORA, use_dora=True))
+    with pytest.raises(InputError, match="give the base that it was trained on"):
+        merge(tmp_path, {"w.weight": floats(5, 7)}, DORA, use_dora=True)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only 'LORA' adapters can be merged"),
-        (
-            {"init_lora_weights": "loftq"},
-            "which changes the weights of the base too; merge it with",
-        ),
+        ({"init_lora_weights": "loftq"}, "changes the weights of the base too; merge it with"),
         ({"layer_replication": [[0, 2]]}, "its base has repeated layers"),
         ({"lora_alpha": "4"}, "'4' is text"),
         ({"alpha_pattern": {"q_proj": "4"}}, "'4' is text"),
@@ -212,38 +326,138 @@ def test_what_is_not_plain_lora_is_refused_with_the_reason(tmp_path, config, mes
         open_adapter(write_adapter(tmp_path, PAIR, **config))
 
 
-def test_pickled_factors_are_read_if_the_user_allows_it(tmp_path):
-    expected = read_all(open_adapter(write_adapter(tmp_path, PAIR)), "m.q_proj.weight")
-    stored = load_file(tmp_path / WEIGHTS_NAME)
-    torch.save({k: torch.from_numpy(v) for k, v in stored.items()}, tmp_path / PICKLE_NAME)
-    (tmp_path / WEIGHTS_NAME).unlink()
-    with pytest.raises(InputError, match=r"--allow-pickle"):
-        open_adapter(tmp_path)
-    source = open_adapter(tmp_path, allow_pickle=True)
-    assert read_all(source, "m.q_proj.weight").tolist() == expected.tolist()
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"r": 1},
+        {"r": 1, "target_parameters": ["experts.a", "experts.b"]},
+        {"r": 1, "target_parameters": FUSED[:1]},
+        {"r": 3, "target_parameters": FUSED},
+        {"r": 0, "target_parameters": FUSED},
+        {"target_parameters": FUSED, "rank_pattern": {"down_proj": -1}},
+    ],
+)
+def test_parameters_that_cannot_be_told_apart_are_refused(tmp_path, config):
+    with pytest.raises(InputError, match=r"m\.experts"):
+        open_adapter(write_adapter(tmp_path, NESTED, **config))
 
 
-def test_damaged_adapters_are_refused(tmp_path):
-    half = {"m.q_proj.lora_A.weight": A}
-    with pytest.raises(InputError, match=r"m\.q_proj has no lora_B; the adapter is damaged"):
-        open_adapter(write_adapter(tmp_path / "half", half))
-    torn = PAIR | {"m.q_proj.lora_B.weight": floats(4, 3)}
-    with pytest.raises(InputError, match="lora_A is 2×3, lora_B 4×3"):
-        open_adapter(write_adapter(tmp_path / "torn", torn))
-    odd = PAIR | {"m.q_proj.lora_magnitude_vector": floats(4)}
-    with pytest.raises(InputError, match="lora_magnitude_vector is not a known kind"):
-        open_adapter(write_adapter(tmp_path / "odd", odd))
-    (tmp_path / "half" / CONFIG_NAME).write_text("{")
+TWICE = [  # names of tensors for one and the same
+    ("m.lora_A.x.weight", "m.lora_A.y.weight"),
+    ("m.lora_A.weight", "base_model.model.m.lora_A.weight"),
+    ("m.modules_to_save.x.weight", "m.modules_to_save.y.weight"),
+    ("n.weight", "base_model.model.n.weight"),
+    ("n.base_layer.weight", "n.weight"),
+]
+EMBEDDED = {"m.q_proj.lora_embedding_A": A, "m.q_proj.lora_embedding_B": B}
+EMPTY = {NAMES[0]: np.ones((0, 2), np.float32), NAMES[1]: np.ones((2, 0), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({NAMES[1]: None}, r"m\.q_proj has no lora_B; the adapter is damaged"),
+        ({NAMES[1]: floats(4, 3)}, "lora_A is 2×3, lora_B 4×3"),
+        ({"m.q_proj.lora_magnitude_vector": B[:, 0].copy()}, "magnitude_vector is not a known"),
+        ({NAMES[0]: np.array(1, np.float32)}, "is a single number"),
+        ({"m.q_proj.lora_A.bias": floats(2)}, "is not a known kind"),
+        (EMPTY, "lora_A is 0×2, lora_B 2×0"),
+        (EMBEDDED, r"m\.q_proj\.weight .*twice"),
+        *(({name: A, other: A + 1}, "are for the same tensor") for name, other in TWICE),
+        *(
+            ({name: PAIR[name].astype(kind)}, "types: F64, F32")
+            for name in NAMES
+            for kind in (np.uint8, np.bool_, np.int8, np.int64, np.uint16)
+        ),
+    ],
+)
+def test_damaged_factors_are_refused(tmp_path, changed, message):
+    tensors = {name: value for name, value in {**PAIR, **changed}.items() if value is not None}
+    folder = write_adapter(tmp_path, {}, rank_pattern={})
+    save_file(tensors, folder / WEIGHTS_NAME)
+    with pytest.raises(InputError, match=message) as error:
+        open_adapter(folder)
+    assert "same tensor" not in message or all(name in str(error.value) for name in changed)
+
+
+def test_a_folder_without_weights_or_settings_is_refused(tmp_path):
+    folder = write_adapter(tmp_path / "torn", PAIR)
+    (folder / CONFIG_NAME).write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
-        open_adapter(tmp_path / "half")
-    (tmp_path / "torn" / WEIGHTS_NAME).unlink()
+        open_adapter(folder)
+    write_adapter(folder, PAIR)
+    (folder / WEIGHTS_NAME).unlink()
     with pytest.raises(InputError, match=r"has no adapter_model"):
-        open_adapter(tmp_path / "torn")
-    assert looks_like(tmp_path / "torn")
+        open_adapter(folder)
+    assert looks_like(folder)
     assert not looks_like(tmp_path)
 
 
+# ---------------------------------------------------------------- patterns for modules
+
+MODULES = [
+    *("q_proj", "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.up_proj"),
+    *("transformer.h.1.attn.c_attn", "ab.abab.b", ""),
+]
+PATTERNS = [
+    *("q_proj", "model.layers.0.self_attn.q_proj", "proj", "^q_proj", r"^model\.layers\.0.*"),
+    *(r"layers\.(0|1)\..*", r"(?:q|k|v)_proj", r"layers\.\d+\.mlp\.(up|down)_proj", r"[]a-z]+"),
+    *(r"h\.\d{1,2}\..*attn", r"(?!.*mlp).*proj", "a{2}|b", "(q_proj$)", r"\.?b", "((b))?"),
+    *(r".*\.layers\.[0-9]+\.(self_attn\.[qkv]_proj|mlp\..*)$", r"(a)\1*", "[[q]_proj"),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_pattern_matches_as_in_peft(pattern):
+    for module in MODULES:
+        expected = re.match(rf"(.*\.)?({pattern})$", module) is not None
+        assert ModulePattern(pattern).matches(module) is expected
+
+
+PIECES = st.sampled_from(
+    [*"ab.()|*+?[]^", r"\.", "(?:", "{2}", "{1,}", "[ab]", "(a|a)", "a?", ".*"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=60).map("".join))
+def test_whatever_pattern_is_taken_is_fast(pattern):
+    started = time.process_time()
+    with contextlib.suppress(ValueError):
+        ModulePattern(pattern).matches("a" * 40 + "." + "b" * 20)
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("q(", "*", "a" * 1001),
+        *(r"([\w.]+)+!", "(.*)*!", "(a|aa)+!", "(((.+)+)+)+!", "(.{0,9}){9}!", "((.?){60}){60}!"),
+        *(".*" * 40 + "!", "(a|a)" * 60 + "!", "a?" * 60 + "a" * 60, "(?=.*.*.*.*)" * 4 + "!"),
+    ],
+)
+def test_a_pattern_that_may_take_long_or_is_none_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"name the modules|not a regular expression"):
+        ModulePattern(pattern).matches("model.layers." * 4 + "aaaa")
+
+
 # ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+def test_magnitudes_take_the_memory_that_is_said(by_column):
+    rows, columns = 3000, 700
+    source = array_source({"m": floats(columns if by_column else rows)}, "adapter")
+    made = DoraMagnitudes("m", rows, columns, by_column)
+    into = np.empty(adapter_tensors.CHUNK, np.float32)
+    made.fill(lambda _, block: block.fill(1), source, 0, into[:1])  # fills caches
+    made = DoraMagnitudes("m", rows, columns, by_column)
+    tracemalloc.start()
+    made.fill(lambda _, block: block.fill(1), source, 5, into)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < made.reading_bytes + 8 * rows * 8
 
 
 def large(folder, seed, rank=512, size=1024):
@@ -258,13 +472,13 @@ def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
     given = {"base": base, "models": [large(tmp_path / str(n), n) for n in (0, 1)]}
     given |= {"output": tmp_path / "out.safetensors", "method": "linear", "verbose": False}
     with pytest.raises(RecipeError, match="one thread needs") as refusal:
-        plan(Request.of(**given, max_memory="10MB"))
+        dare.plan(Request.of(**given, max_memory="10MB"))
     enough = str(refusal.value).split("allow at least ")[1]
     for threads, memory in ((1, enough), (2, "150MB")):
-        planned = plan(Request.of(**given, max_memory=memory, threads=threads))
+        planned = dare.plan(Request.of(**given, max_memory=memory, threads=threads))
         assert planned.cost.threads == threads
         tracemalloc.start()
-        merge(planned, overwrite=True)
+        dare.merge(planned, overwrite=True)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < planned.cost.threads * planned.cost.workspace_bytes + (2 << 20)
@@ -276,16 +490,9 @@ def test_factors_are_planned_for_and_no_more_memory_is_taken(tmp_path):
 
 def llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=40,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **counts))
 
 
 def gpt2():
@@ -293,21 +500,19 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8))
 
 
+PATTERNED = {
+    "rank_pattern": {"v_proj": 5},
+    "alpha_pattern": {"v_proj": 9, "layers.0.mlp.up_proj": 2},
+    "use_rslora": True,
+}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("build", "config"),
     [
         (llama, {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6}),
-        (
-            llama,
-            {
-                "target_modules": "all-linear",
-                "r": 3,
-                "rank_pattern": {"v_proj": 5},
-                "alpha_pattern": {"v_proj": 9, "layers.0.mlp.up_proj": 2},
-                "use_rslora": True,
-            },
-        ),
+        (llama, {"target_modules": "all-linear", "r": 3, **PATTERNED}),
         (llama, {"target_modules": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head"]}),
         (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
     ],
@@ -323,13 +528,8 @@ def test_the_deltas_are_those_that_peft_merges(tmp_path, build, config):
     tuned.save_pretrained(tmp_path)
     merged = tuned.merge_and_unload().state_dict()
     source = open_adapter(tmp_path)
-    changed = {n for n in plain if not torch.equal(plain[n], merged[n])}
-    assert set(source.tensors) >= changed
+    assert set(source.tensors) >= {n for n in plain if not torch.equal(plain[n], merged[n])}
     for name in source.tensors:
-        found = read_all(source, name)
-        if source.delta_of(name).is_change:
-            expected = (merged[name] - plain[name]).numpy()
-            np.testing.assert_allclose(found, expected, atol=2e-6)
-        else:
-            np.testing.assert_allclose(found, merged[name].numpy(), atol=2e-6)
-    assert load_file(tmp_path / WEIGHTS_NAME)
+        is_change = source.delta_of(name).is_change
+        expected = merged[name] - plain[name] if is_change else merged[name]
+        np.testing.assert_allclose(read_all(source, name), expected.numpy(), atol=2e-6)
