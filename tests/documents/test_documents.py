@@ -1,4 +1,4 @@
-"""A document shows the same in a terminal, as a page and in a notebook."""
+"""A document shows the same in a terminal, as a page and in a notebook; numbers can be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import io
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dare.documents import words
 from dare.documents.console import Console
 from dare.documents.document import (
     Code,
@@ -24,7 +27,7 @@ from dare.documents.document import (
 from dare.documents.notices import Severity, catalogue, notice
 from dare.documents.page import make_chart, render_card, render_page
 from dare.documents.shown import Shown
-from dare.documents.terminal import print_document
+from dare.documents.terminal import Names, draw_bar, lay_out, print_document
 from dare.errors import RecipeError
 
 HOSTILE = "<b>\x1b[2J"
@@ -145,3 +148,27 @@ def test_texts_of_the_catalogue_can_be_put_together(code):
     assert entry.meaning.endswith(".")
     assert not entry.text.endswith(".")
     assert not entry.remedy.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("part", "bar"),
+    [(-1, "    "), (0, "    "), (1e-9, "▏   "), (0.25, "█   "), (0.28125, "█▏  "), (7, "████")],
+)
+def test_a_bar_has_its_cells_whatever_the_part(part, bar):
+    assert draw_bar(part, 4, solid=True) == bar
+
+
+def test_names_of_columns_are_not_markup():
+    console = Console(io.StringIO(), width=40)
+    table = Table(("[bold]x[/bold]", "a > b", "n >"), (("1", "2", "3"),))
+    columns, _ = lay_out(table, console, Names())
+    assert [column.cells[0][0] for column in columns] == ["[bold]x[/bold]", "a > b", "n"]
+
+
+@given(st.floats(1e-12, 1e6), st.integers(0, 10**14))
+def test_a_share_and_an_amount_can_be_read_back(value, count):
+    text, short = words.share(value), words.amount(count)
+    assert float(text.removesuffix("%").replace(",", "")) / 100 == pytest.approx(value, rel=0.006)
+    units = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    number = float(short.rstrip("kMBT")) * units.get(short[-1], 1)
+    assert (number, len(short) <= 5) == (pytest.approx(count, rel=0.006), True)

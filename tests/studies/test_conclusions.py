@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
+import study_sample as sample
 
-from dare.errors import RecipeError
 from dare.studies.conclusions import conclude
 from dare.studies.document import holdout_text
 from dare.studies.results import (
@@ -158,52 +156,6 @@ def test_guards_come_before_the_objective():
     assert len(none.ranking) == 3
 
 
-def test_a_share_to_keep_is_not_judged_without_single_models():
-    found = conclude(study(rates(50), guards=("add:keep:0.9",)))
-    assert found.best is not None
-    assert mentions(found, "guard_unchecked", "add:keep:0.9")
-
-
-def test_what_nothing_is_known_of():
-    trials = [trial(n, {"scale": float(n)}, Scored({"x": 0.1 * n})) for n in range(3)]
-    found = conclude(study(trials, [baseline("average", Scored({"x": 0.05}))]))
-    assert found.best.objective == Estimate(0.2)
-    assert {d.verdict for d in found.against} == {"not known"}
-    assert found.tied == ()
-    assert mentions(found, "no_items", "per-item")
-    assert mentions(found, "winners_curse", "4 candidates")
-    assert not mentions(found, "winners_curse", "intervals")
-
-
-def test_seeds_alone_tell_chance():
-    trials = [
-        trial(5 * k + s, {"scale": float(k)}, Scored({"x": k + 0.01 * s}), s)
-        for k in range(2)
-        for s in range(5)
-    ]
-    found = conclude(study(trials, [baseline("average", Scored({"x": 1.01}))], seeds=range(5)))
-    assert [d.verdict for d in found.against] == ["better", "no clear difference"]
-    assert found.best.objective.low < 1.01 < found.best.objective.high
-    assert mentions(found, "no_items", "per-item", "seeds")
-
-
-def test_before_anything_is_scored():
-    found = conclude(study([trial(0, {"scale": 1.0}, None)], [baseline("base", None)]))
-    assert (found.ranking, found.best, found.baselines) == ((), None, ())
-    assert "yet" in found.failure
-    assert len(found.notices) == 3
-    assert mentions(found, "trials_failed", "1 of 1 trial")
-    assert mentions(found, "baseline_failed", "base")
-    only = conclude(study([], [baseline("base", right(10))]))
-    assert (only.best, only.ranking) == (only.baselines[0], ())
-    assert only.best.objective.value == 0.1
-
-
-def test_an_objective_that_the_evaluator_does_not_give_is_refused():
-    with pytest.raises(RecipeError, match="'ad'"):
-        conclude(study(rates(5), objective={"ad": 1.0}))
-
-
 # ------------------------------------------------------------------------------------- simplicity
 
 
@@ -224,51 +176,99 @@ def test_of_equal_settings_the_simplest_is_taken(other, simpler):
     assert [r.settings for r in found.tied] == [other]
 
 
-def test_a_rule_for_some_tensors_can_make_a_merge_random():
-    trials = [trial(0, {"drop_rate": 0.0, "scale": 2.0}, right(50))]
-    plain = conclude(study(trials, seeds=(0, 1)))
-    assert not any("seed" in notice.code for notice in plain.notices)
-    rule = {"match": "*mlp*", "drop_rate": 0.5}
-    ruled = conclude(study(trials, seeds=(0, 1), recipe={**RECIPE, "tensors": [rule]}))
-    assert mentions(ruled, "seeds_missing", "1 of 2 seeds")
-
-
-def test_of_equal_ones_plain_merges_go_first():
-    baselines = [baseline("average", right(50)), baseline("sum", right(51))]
-    plain = conclude(study(rates(52), [*baselines, baseline("base", right(52))]))
-    assert plain.best.baseline == "base"
-    assert {r.short for r in plain.tied} == {"average", "sum", "trial 0"}
-
-
 # ------------------------------------------------------------------------------------- notices
 
 
-def test_noise_beyond_the_gap_is_said():
-    again = [baseline("average", right(50)), baseline("average again", right(55))]
-    assert mentions(conclude(study(rates(70, 69), again)), "noisy_evaluator", "0.05", "0.01")
-    assert not mentions(conclude(study(rates(70, 60), again)), "noisy_evaluator")
-    assert conclude(study(rates(70, 60), again[:1])).noise is None
+NOISY = [baseline("average", right(50)), baseline("average again", right(55))]
+BITS = [
+    trial(0, {"scale": 1.0}, right(50, loss=1.0)),
+    trial(1, {"scale": 2.0}, right(40, 90, loss=2)),
+]
+ONE = [trial(0, {"scale": 1.0}, right(50))]
+SEEDLESS = [trial(0, {"drop_rate": 0.0, "scale": 2.0}, right(50))]
+RULE = {"match": "*mlp*", "drop_rate": 0.5}
+ROUNDED = [trial(0, {"scale": 1.0}, Scored({"add": 0.1}, right(50).items))]
+UNKNOWN = [trial(n, {"scale": float(n)}, Scored({"x": 0.1 * n})) for n in range(3)]
+BY_SEEDS = [
+    trial(n, {"scale": n // 5}, Scored({"x": n // 5 + 0.01 * (n % 5)}), n % 5) for n in range(10)
+]
+FAILED = [trial(0, {"scale": 1.0}, None)]
+"""Trials of one scoring each, and what is to be said of them."""
 
 
-def test_seeds_that_are_missing_or_few_are_said():
-    few = conclude(study([trial(0, {"scale": 1.0}, right(50))], seeds=(0, 1, 2)))
-    assert mentions(few, "seeds_missing", "1 of 3 seeds")
-    assert mentions(few, "few_seeds", "1 seed")
-    exact = conclude(study([trial(0, {"method": "linear"}, right(50))], seeds=(0, 1, 2)))
-    assert not any("seed" in notice.code for notice in exact.notices)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (study(rates(70, 69), NOISY), {"noisy_evaluator": ("0.05", "0.01"), "few_seeds": ()}),
+        (study(rates(70, 60), NOISY), {"noisy_evaluator": None}),
+        (study(ONE, seeds=(0, 1, 2)), {"seeds_missing": ("1 of 3",), "few_seeds": ("1 seed",)}),
+        (
+            study([trial(0, {"method": "linear"}, right(50))], seeds=(0, 1)),
+            {"seeds_missing": None, "few_seeds": None},
+        ),
+        (study(SEEDLESS, seeds=(0, 1)), {"seeds_missing": None, "few_seeds": None}),
+        (
+            study(SEEDLESS, seeds=(0, 1), recipe={**RECIPE, "tensors": [RULE]}),
+            {"seeds_missing": ("1 of 2",)},
+        ),
+        (
+            study(BITS),
+            {
+                "scores_without_items": ("loss",),
+                "items_left_out": ("90", "10"),
+                "larger_is_better": ("loss=-1",),
+            },
+        ),
+        (
+            study(ROUNDED, guards=("add:keep:0.9",)),
+            {"no_items": ("objective",), "guard_unchecked": ("add:keep:0.9",)},
+        ),
+        (
+            study(UNKNOWN, [baseline("average", Scored({"x": 0.05}))]),
+            {"no_items": ("per-item", "luck"), "winners_curse": ("4 candidates",)},
+        ),
+        (study(BY_SEEDS, seeds=range(5)), {"no_items": ("per-item", "seeds")}),
+        (
+            study(FAILED, [baseline("base", None)]),
+            {"trials_failed": ("1 of 1 trial",), "baseline_failed": ("base",), "not_scored": ()},
+        ),
+    ],
+)
+def test_what_limits_an_answer_is_said(data, said):
+    found = conclude(data)
+    for code, subjects in said.items():
+        assert mentions(found, code, *(subjects or ())) == (subjects is not None), code
 
 
-def test_scores_that_are_not_made_of_items_and_items_that_differ_are_said():
-    trials = [
-        trial(0, {"scale": 1.0}, right(50, 100, loss=1.0)),
-        trial(1, {"scale": 2.0}, right(40, 90, loss=2.0)),
-    ]
-    found = conclude(study(trials))
-    assert mentions(found, "scores_without_items", "loss")
-    assert mentions(found, "items_left_out", "90", "10")
-    assert mentions(found, "larger_is_better", "loss=-1")
-    rounded = [trial(0, {"scale": 1.0}, Scored({"add": 0.1}, right(50).items))]
-    assert mentions(conclude(study(rounded)), "no_items", "objective")
+def test_settings_that_were_stopped_early_were_to_choose_from_too():
+    data = sample.make_search(guards=())  # three were stopped
+    (said,) = (n.text for n in conclude(data, resamples=50).notices if n.code == "winners_curse")
+    assert "26 candidates" in said  # 21 settings and 5 baselines
+    assert "the 23 that were scored on all items" in said
+
+
+def test_what_nothing_is_known_of():
+    found = conclude(study(UNKNOWN, [baseline("average", Scored({"x": 0.05}))]))
+    assert (found.best.objective, found.tied) == (Estimate(0.2), ())
+    assert {d.verdict for d in found.against} == {"not known"}
+    assert not mentions(found, "winners_curse", "intervals")
+    assert conclude(study(rates(70, 60), NOISY)).noise == pytest.approx(0.05)
+    assert conclude(study(rates(70, 60), NOISY[:1])).noise is None
+
+
+def test_seeds_alone_tell_chance():
+    found = conclude(study(BY_SEEDS, [baseline("average", Scored({"x": 1.01}))], seeds=range(5)))
+    assert [d.verdict for d in found.against] == ["better", "no clear difference"]
+    assert found.best.objective.low < 1.01 < found.best.objective.high
+
+
+def test_before_anything_is_scored():
+    found = conclude(study(FAILED, [baseline("base", None)]))
+    assert (found.ranking, found.best, found.baselines) == ((), None, ())
+    assert "yet" in found.failure
+    only = conclude(study([], [baseline("base", right(10))]))
+    assert (only.best, only.ranking) == (only.baselines[0], ())
+    assert only.best.objective.value == 0.1
 
 
 # ------------------------------------------------------------------------------------- holdout
@@ -329,43 +329,36 @@ def test_a_second_winner_is_a_second_look():
     assert conclude(held_out(*seeds)).holdout.looks == 1
 
 
-def test_a_holdout_that_failed_or_does_not_fit_is_said():
-    failed = trial(0, {"drop_rate": 0.1}, None, name="winner", message="exit status 1")
-    found = conclude(held_out(failed))
-    assert found.holdout is None
-    assert mentions(found, "holdout_failed", "exit status 1")
-    other = trial(0, {"drop_rate": 0.1}, Scored({"sort": 0.5}), name="winner")
-    misfit = conclude(held_out(other, objective={"add": 1.0}))
-    assert misfit.holdout is None
-    assert mentions(misfit, "holdout_failed", "'add'")
-    broken = conclude(
-        held_out(trial(0, {"drop_rate": 0.1}, right(5), name="winner"), guards=("add:min:0.2",))
-    )
-    assert mentions(broken, "holdout_guard", "add is 0.05, below 0.2")
-    assert conclude(held_out()).holdout is None
+WON = trial(0, {"drop_rate": 0.1}, right(60), name="winner")
+BROKE = replace(WON, scored=None, state=State.FAILED, message="exit status 1")
+TWICE = (baseline("sum", right(80)), baseline("average", right(58)))
 
 
-def on_holdout(winner: int, plain: int, **more) -> Conclusion:
-    """The sum is tied with the best where it was chosen."""
-    held = (
-        trial(0, {"drop_rate": 0.1}, right(winner), name="winner"),
-        trial(1, {"drop_rate": 0.2}, right(winner), name="runner-up"),
-        baseline("sum", right(plain)),
-        baseline("average", right(1)),
-    )
-    baselines = [baseline("sum", right(69)), baseline("average", right(1))]
-    return conclude(study(rates(70, 65), baselines, holdout=held, **more))
-
-
-def test_the_holdout_reports_and_does_not_choose():
-    found = on_holdout(60, 80)
-    verdicts = {d.other: d.verdict for d in found.holdout.against}
-    assert verdicts == {"runner-up": "no clear difference", "sum": "worse", "average": "better"}
-    assert found.best.settings == {"drop_rate": 0.1}
-    assert mentions(found, "holdout_disagrees", "sum")
-    assert not mentions(on_holdout(78, 80), "holdout_disagrees")
-    kept = on_holdout(60, 80, guards=("add:max:0.75",))  # which the sum breaks there
-    assert not mentions(kept, "holdout_disagrees")
+@pytest.mark.parametrize(
+    ("data", "is_held", "said"),
+    [
+        (held_out(), False, {}),
+        (held_out(BROKE), False, {"holdout_failed": ("exit status 1",)}),
+        (
+            held_out(replace(WON, scored=Scored({"sort": 0.5})), objective={"add": 1.0}),
+            False,
+            {"holdout_failed": ("'add'",)},
+        ),
+        (
+            held_out(replace(WON, scored=right(5)), guards=("add:min:0.2",)),
+            True,
+            {"holdout_guard": ("add is 0.05, below 0.2",)},
+        ),
+        (held_out(WON, *TWICE), True, {"holdout_disagrees": ("sum",)}),
+        (held_out(replace(WON, scored=right(78)), *TWICE), True, {"holdout_disagrees": None}),
+        (held_out(WON, *TWICE, guards=("add:max:0.75",)), True, {"holdout_disagrees": None}),
+    ],
+)
+def test_a_holdout_that_failed_does_not_fit_or_disagrees_is_said(data, is_held, said):
+    found = conclude(data)
+    assert (found.holdout is not None, found.best.settings) == (is_held, {"drop_rate": 0.1})
+    for code, subjects in said.items():
+        assert mentions(found, code, *(subjects or ())) == (subjects is not None), code
 
 
 def test_a_baseline_that_is_best_has_a_holdout_of_its_own_name():
@@ -375,20 +368,6 @@ def test_a_baseline_that_is_best_has_a_holdout_of_its_own_name():
     assert (found.holdout.objective.value, found.holdout.validation) == (0.6, 0.9)
     assert [(d.other, d.verdict) for d in found.holdout.against] == [("base", "better")]
     assert found.holdout.looks == 1
-
-
-def test_models_that_are_called_like_roles_are_models():
-    names = ("winner", "runner-up", "average again", "sum", "base", "winner before")
-    singles = [baseline(f"{name} alone", right(40 + n)) for n, name in enumerate(names)]
-    winner = trial(0, {"drop_rate": 0.1}, right(60), name="winner")
-    data = held_out(winner, *singles, guards=("add:keep:0.9",))
-    found = conclude(replace(data, baselines=(*singles, *data.baselines)))
-    assert (found.holdout.looks, found.holdout.objective.value) == (1, 0.6)
-    assert {d.other for d in found.holdout.against} == {f"{name} alone" for name in names}
-    assert found.noise is None
-    assert {r.role for r in found.baselines} == {Role.SINGLE, Role.AVERAGE, Role.BASE}
-    assert found.best.broken == ()
-    assert not mentions(found, "guard_unchecked", "add:keep:0.9")
 
 
 # ------------------------------------------------------------------------------------- baselines
@@ -431,21 +410,6 @@ def test_baselines_of_the_version_before_are_read_and_not_compared():
     assert [r.baseline for r in found.baselines] == ["base"]
     assert found.best.settings == {"drop_rate": 0.2}
     assert {d.other for d in found.against} == {"trial 0", "base"}
-
-
-def test_baselines_that_break_a_guard_are_not_taken_and_beat_nothing():
-    counts = (50, 70, 90)
-    found = only_baselines(*map(right, counts), guards=("add:max:0.8",))
-    assert found.best.baseline == "math alone"
-    none = only_baselines(*map(right, counts), guards=("add:max:0.1",))
-    assert none.best is None
-    assert "guard" in none.failure
-
-
-def test_without_items_the_top_score_is_taken_and_may_be_luck():
-    found = only_baselines(*(Scored({"x": value}) for value in (0.5, 0.7, 0.7, 0.6)))
-    assert found.best.baseline == "math alone"  # as high as the average, and simpler
-    assert {item.verdict for item in found.against} == {"not known"}
 
 
 def test_what_has_the_weights_of_the_best_is_not_named_beside_it():
@@ -507,38 +471,3 @@ def test_scores_by_task_are_those_of_the_holdout_and_the_single_model_is_that_of
     (task,) = conclude(data).tasks
     assert (task.alone, task.single.value, task.best.value) == ("math", 0.6, 0.75)
     assert task.change.estimate.value == pytest.approx(0.15)
-
-
-# ------------------------------------------------------------------------------------- as a whole
-
-
-def noisy(settings: int, seeds: int, items: int, seed: int = 0) -> list[Trial]:
-    random = np.random.default_rng(seed)
-    chance = random.random(items)
-    return [
-        trial(
-            seeds * k + s,
-            {"drop_rate": (k + 1) / (settings + 2)},
-            of_items({f"a/{n}": float(v) for n, v in enumerate(random.random(items) < chance)}),
-            s,
-        )
-        for k in range(settings)
-        for s in range(seeds)
-    ]
-
-
-def test_the_same_study_has_the_same_conclusion_ready_for_json():
-    data = study(noisy(6, 3, 40), [baseline("average", noisy(1, 1, 40)[0].scored)], seeds=(0, 1, 2))
-    found = conclude(data, resamples=300)
-    assert conclude(data, resamples=300) == found
-    assert json.loads(json.dumps(asdict(found)))["best"]["settings"] == found.best.settings
-
-
-def test_of_equal_candidates_the_best_is_rarely_called_better_than_any():
-    called = 0
-    for seed in range(30):
-        *trials, one, other = noisy(20, 1, 60, seed)
-        baselines = [baseline("base", one.scored), baseline("average", other.scored)]
-        found = conclude(study(trials, baselines), resamples=300)
-        called += len(found.tied) < 19
-    assert called < 5

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,23 +17,11 @@ from dare.demo.tasks import TASKS
 from dare.errors import EvaluationError, RecipeError, install_command
 from dare.recipe.settings import with_settings
 from dare.studies.evaluators import open_scorer
-from dare.studies.evaluators.harness import _by_task, split_tasks
+from dare.studies.evaluators.harness import _by_task
 
 MODELS = Path(dare.__file__).parent / "demo" / "models"
 COUNT = 24
 """Of documents in each task."""
-
-
-@pytest.mark.parametrize(
-    ("text", "tasks", "folder"),
-    [
-        ("lm_eval:add", ["add"], None),
-        ("lm_eval: add, sort,@tasks/a b", ["add", "sort"], Path("tasks/a b")),
-        ("lm_eval:", [], None),
-    ],
-)
-def test_tasks_and_their_folder_are_named(text, tasks, folder):
-    assert split_tasks(text) == (tasks, folder)
 
 
 def test_documents_are_in_order_and_once():
@@ -164,15 +153,10 @@ def test_documents_that_are_not_there_are_told(scorer, recipe):
     assert len(scorer.score().items) == 2 * COUNT
 
 
-def test_examples_that_are_drawn_hinder_scoring_some(tasks, recipe):
+def test_tasks_that_cannot_be_scored_or_not_by_some_items_say_so(tasks, recipe):
     pytest.importorskip("lm_eval")
-    scorer = open_scorer(f"lm_eval:dare_few@{tasks}", recipe)
-    scorer.close()
-    assert not scorer.takes_items
-
-
-def test_tasks_that_cannot_be_scored_are_refused(tasks, recipe):
-    pytest.importorskip("lm_eval")
+    with closing(open_scorer(f"lm_eval:dare_few@{tasks}", recipe)) as scorer:
+        assert not scorer.takes_items  # its examples are drawn
     for name, message in (
         ("dare_loss", r"measures bits_per_byte, where less is better"),
         ("dare_ad", r"no task 'dare_ad', neither in .* harness \(did you mean 'dare_add'\?\)"),

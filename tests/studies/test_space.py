@@ -66,6 +66,7 @@ def test_over_that_makes_no_sense_is_refused(text, message):
         (["seed=1,2"], "seeds = 5"),
         (["drop_rate=0.5:1"], "over drop_rate"),
         (["method=1:2"], "must be a list of methods"),
+        (["scale=1:2:layers=3"], "over scale.*layers"),
         (["include.math=0:1"], "over include.math: .*true,false"),
         (["include.math=1,0"], "over include.math: .*true,false"),
         (["include.math=false"], "over include.math: .*true,false"),
@@ -104,6 +105,20 @@ def test_a_search_starts_where_the_recipe_is():
 
 
 WITH_MODELS = ("include.math=true,false", "include.code=true,false", "weight.math=0.5,2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_drawn"),
+    [
+        ({"drop_rate": 0.0}, False),
+        ({"drop_rate": [0.0, 0.5]}, True),
+        ({"drop_rate": 0.0, "embedding_drop_rate": 0.5}, True),
+        ({"drop_rate": 0.0, "drop_rate.code": [0.0, 0.1]}, True),
+        ({"method": "trim+sum", "keep_ratio": 0.5}, False),
+    ],
+)
+def test_a_setting_that_drops_anywhere_is_tried_with_every_seed(settings, is_drawn):
+    assert is_random(Space(recipe(method="dare+sum"), {}).candidate(settings)) is is_drawn
 
 
 def test_models_can_be_left_out_but_not_all_of_them():

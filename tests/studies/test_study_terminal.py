@@ -14,7 +14,7 @@ from dare.documents.notices import notice
 from dare.documents.terminal import print_document
 from dare.studies.document import headline, study_document
 from dare.studies.results import Difference, Estimate, State, TaskScores, Trial
-from dare.studies.searching import live_line
+from dare.studies.searching import live_line, trial_line
 
 HOSTILE = "[red]x[/red]\x1b[2J\nline"
 
@@ -59,6 +59,9 @@ def test_the_answer_is_one_screen_and_what_more_there_is_comes_with_rows():
     heads = ("The best compared with", "Baselines", "3 trials failed")
     assert [head in short for head in heads] == [False] * 3
     assert [head in long for head in heads] == [True] * 3
+    rows = rows_of(long)
+    assert ["base", "+0.65", "+0.6", "…", "+0.7", "better"] in rows
+    assert ["sum", "+0", "-0.05", "…", "+0.05", "no", "clear", "difference"] in rows
 
 
 def test_tasks_have_a_row_and_say_what_they_won_or_lost():
@@ -85,12 +88,6 @@ def test_tasks_have_a_row_and_say_what_they_won_or_lost():
         [*every, *end] for end in (*ends, ["+10.0"])
     ]
     assert ["text", "sort", "0.90", "0.90", "lost", "0.30"] in rows
-
-
-def test_each_baseline_has_a_difference_an_interval_and_a_verdict():
-    rows = rows_of(shown(sample.make_search(), rows=5))
-    assert ["base", "+0.65", "+0.6", "…", "+0.7", "better"] in rows
-    assert ["sum", "+0", "-0.05", "…", "+0.05", "no", "clear", "difference"] in rows
 
 
 def test_the_table_holds_the_scores_and_says_what_is_left_out():
@@ -146,21 +143,19 @@ def test_nothing_from_outside_is_acted_on():
     assert text.count("[red]x[/red]\\x1b[2J\\n") >= 5
 
 
-def test_letters_that_cannot_be_written_are_replaced():
-    text = shown(sample.make_sweep(), encoding="latin-1", rows=5)
-    assert "70.0 % (60?80)" in text
-
-
-def test_without_trials_there_are_the_baselines():
+def test_unfinished_and_empty_studies_say_so():
+    empty = sample.make_search(0, planned=5, baselines=())
+    assert live_line(empty, sample.make_conclusion(empty)) == "0 of 5 trials done"
+    data = sample.make_search()
+    assert live_line(data, sample.make_conclusion(data)) == (
+        "18 of 24 trials done, 3 stopped early, 3 failed · best: trial 8, 0.7 (0.66 … 0.73)"
+    )
     text = shown(sample.make_search(0), rows=5)
     assert text.startswith("Not finished yet  So far: Merge: the sum of add and sort.")
     assert ["average", "0.6"] in [row[:2] for row in rows_of(text)]
-
-
-def test_when_all_candidates_break_guards_that_is_the_headline():
-    data = sample.make_search(8)
-    data = replace(data, trials=(data.trials[7],), planned=1, baselines=())
-    assert shown(data).startswith("No answer: every candidate breaks a guard  1 of 1 trial done")
+    broken = replace(data, trials=(data.trials[7],), planned=1, baselines=())
+    assert shown(broken).startswith("No answer: every candidate breaks a guard  1 of 1 trial done")
+    assert "70.0 % (60?80)" in shown(sample.make_sweep(), encoding="latin-1", rows=5)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +191,13 @@ def test_luck_is_said_as_it_is():
     assert headline(data, alone)[1] is Tone.PLAIN  # no merge is no good news
 
 
-def test_the_live_line_says_what_is_known():
+def test_no_digit_of_a_score_is_cut_and_lists_over_the_layers_are_short():
     data = sample.make_search()
-    conclusion = sample.make_conclusion(data)
-    assert live_line(data, conclusion) == (
-        "18 of 24 trials done, 3 stopped early, 3 failed · best: trial 8, 0.7 (0.66 … 0.73)"
-    )
-    empty = sample.make_search(0, planned=5, baselines=())
-    assert live_line(empty, sample.make_conclusion(empty)) == "0 of 5 trials done"
+    found = sample.make_conclusion(data)
+    small = replace(found.ranking[0], objective=Estimate(-0.003206, -0.003395, -0.003012))
+    small = replace(small, scores=dict.fromkeys(small.scores, -0.00256))
+    lines = shown(data, replace(found, ranking=(small,)), rows=5).splitlines()
+    (row,) = (line for line in lines if "-0.00256" in line)
+    assert "-0.003206   -0.003395 … -0.003012   -0.00256   -0.00256" in row
+    trial = Trial(0, {"drop_rate": [0.3541289003166236, 0.5]}, 42, State.DONE, objective=0.25)
+    assert trial_line(trial) == "trial 0, drop_rate=[0.3541, 0.5] seed=42: 0.25, 0.0 s"

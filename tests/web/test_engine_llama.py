@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -40,14 +39,6 @@ MERGED = {
 def alone(name: str) -> dict[str, Any]:
     """The setting that gives a model as it is."""
     return {**MERGED, "base": name, "models": [], "method": "sum", "stages": {}}
-
-
-def random_texts() -> list[str]:
-    numbers = random.Random(17)
-    return ["".join(chr(numbers.randrange(256)) for _ in range(60)) for _ in range(2)]
-
-
-TEXTS = [*random_texts(), *(ENGLISH[at : at + 60].decode() for at in (0, 500))]
 
 
 def run_node(script: str, given: Any = None) -> Any:
@@ -116,30 +107,6 @@ def test_the_same_answers_bits_and_texts(name, answers, models):
     written = answers[name]["texts"]
     assert written[:-1] == models[name].write(short)
     assert written[-1] == models[name].write([longest], limit=1)[0], "where the context ends"
-
-
-LOGITS = """
-const logits = {};
-const kernels = await node.openKernels();
-for (const name of given.names) {
-  const model = new node.Llama(kernels, await node.loadModel(name));
-  const all = model.logits(given.texts);
-  const tail = model.logits(given.texts, 57);
-  logits[name] = [Array.from(all), Array.from(tail)];
-}
-node.print(logits);
-"""
-
-
-def test_the_same_logits():
-    names = ["base", *TUNED]
-    found = run_node(LOGITS, {"names": names, "texts": TEXTS})
-    tokens = np.array([list(text.encode("latin-1")) for text in TEXTS])
-    for name in names:
-        wanted = Llama(MODELS / name, CONFIG).logits(tokens)
-        logits, tail = (np.array(part).reshape(len(TEXTS), -1, 256) for part in found[name])
-        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
-        np.testing.assert_array_equal(tail, logits[:, 57:])
 
 
 def test_what_it_takes_for_given_stands_in_the_models_config():
