@@ -107,16 +107,13 @@ def test_dare_merge_is_merge(files, tmp_path, method):
     assert_same(load_file(output), merged_arrays(f"dare+{method}", stages, TUNED, scale=0.5))
 
 
-def test_both_forms_of_dare_ties_merge_are_merge(files, tmp_path):
+def test_other_published_functions_are_merge(files, tmp_path):
     output = tmp_path / "out.safetensors"
     stages = {"dare": {"drop_rate": RATE}, "trim": {"keep_ratio": 0.3}}
     expected = merged_arrays("dare+trim+ties", stages, TUNED)
     dare.dare_ties_merge(*files, output, RATE, 0.3, dtype="float32")
     assert_same(load_file(output), expected)
     assert_same(dare.dare_ties_merge(TUNED, BASE, drop_rate=RATE, density=0.3), expected)
-
-
-def test_dare_slerp_merge_and_dare_sparsify_are_merge():
     stages = {"dare": {"drop_rate": RATE}}
     expected = merged_arrays("dare+slerp", stages, TUNED[:2])
     assert_same(dare.dare_slerp_merge(TUNED[0], TUNED[1], BASE, RATE), expected)

@@ -49,27 +49,10 @@ def test_every_form_is_the_same_recipe(form):
     assert SAME[form]().recipe == WHOLE
 
 
-@pytest.mark.parametrize("name", ["drop_rate", "weight", "scale"])
-@pytest.mark.parametrize("value", [np.array([0.5, 0.6]), np.array("x")])
-def test_an_array_is_no_number(name, value):
-    with pytest.raises(RecipeError, match=f"{name} = array"):
-        make_request(**FILES, **{name: value})
-
-
 @pytest.mark.parametrize("rate", ["x", np.array([0.5, 0.6]), 2])
 def test_a_delta_file_is_refused_a_rate_that_is_none(rate, tmp_path):
     with pytest.raises(RecipeError, match="drop_rate = "):
         dare.compress("b", "m", tmp_path / "d.safetensors", drop_rate=rate)
-
-
-def test_progress_is_a_function():
-    with pytest.raises(RecipeError, match="progress = 5"):
-        dare.merge(**FILES, progress=5)
-
-
-def test_stages_are_a_dict():
-    with pytest.raises(RecipeError, match="stages"):
-        make_request(**FILES, stages="clip.py")
 
 
 def test_every_setting_has_a_type():
@@ -133,6 +116,12 @@ def test_models_may_be_entries_and_tables():
         ({**FILES, "drop_rate": [0.1, 0.2, 0.3]}, r"drop_rate: 3 given for 2 models"),
         ({**FILES, "t": 0.5}, r"^arguments: t .*'dare\+linear'"),
         ({**FILES, "base": {"w": np.zeros(3)}}, r"^base is a dict: .* merge_arrays\(base, models"),
+        ({**FILES, "stages": "clip.py"}, "stages"),
+        *(
+            ({**FILES, name: value}, f"{name} = array")
+            for name in ("drop_rate", "weight", "scale")
+            for value in (np.array([0.5, 0.6]), np.array("x"))
+        ),
     ],
 )
 def test_a_wrong_keyword_is_refused_with_one_message(given, message):
@@ -140,9 +129,11 @@ def test_a_wrong_keyword_is_refused_with_one_message(given, message):
         make_request(**given)
 
 
-def test_advice_against_merging_is_not_merged():
+def test_what_is_not_merged_is_refused_before_anything_is_read():
     with pytest.raises(RecipeError, match="advice"):
         dare.merge(Advice((), {}, ()))
+    with pytest.raises(RecipeError, match="progress = 5"):
+        dare.merge(**FILES, progress=5)
 
 
 BASE = {"w": np.zeros(1000, np.float32)}

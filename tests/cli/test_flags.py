@@ -146,11 +146,12 @@ STAGE_FLAGS = {
     "keep_ratio": ("ties", "ties", "0.5", 0.5),
     "divide_by": ("dare+ties", "ties", "count", "count"),
 }
+CASES = [*STAGE_FLAGS.items(), ("keep_ratio", ("dare+trim+ties", "trim", "0.5", 0.5))]
 
 
-@pytest.mark.parametrize("parameter", STAGE_FLAGS)
-def test_a_flag_sets_the_parameter_of_its_stage(parameter):
-    method, stage, text, value = STAGE_FLAGS[parameter]
+@pytest.mark.parametrize(("parameter", "case"), CASES)
+def test_a_flag_sets_the_parameter_of_its_stage(parameter, case):
+    method, stage, text, value = case
     flag = f"--{parameter.replace('_', '-')}"
     recipe = asked_recipe(*TWO, "--method", method, flag, *text.split())
     assert recipe.recipe.stages == {stage: {parameter: value}}
@@ -163,25 +164,19 @@ def test_a_flag_sets_the_parameter_of_a_stage_that_only_a_rule_has():
     assert [rule.method for rule in recipe.tensors] == ["slerp", "darex+ties"]
 
 
-def test_where_trim_stands_in_the_method_keep_ratio_is_its():
-    recipe = asked_recipe(*TWO, "--method", "dare+trim+ties", "--keep-ratio", "0.5")
-    assert recipe.recipe.stages == {"trim": {"keep_ratio": 0.5}}
-
-
 # ---------------------------------------------------------------- several models
 
 
-SPELLINGS = {
-    "one flag": ["--merge", "math", "code"],
-    "the flag twice": ["-m", "math", "-m", "code"],
-    "both forms": ["--merge", "math", "-m", "code"],
-    "with equals signs": ["--merge=math", "--merge=code"],
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_models_can_be_listed_in_any_way(spelling):
-    recipe = asked_recipe("-b", "base", *SPELLINGS[spelling], "-o", "merged")
+@pytest.mark.parametrize(
+    "models",
+    [
+        ["--merge", "math", "code"],
+        ["--merge", "math", "-m", "code"],
+        ["--merge=math", "--merge=code"],
+    ],
+)
+def test_models_can_be_listed_in_any_way(models):
+    recipe = asked_recipe("-b", "base", *models, "-o", "merged")
     assert recipe == Request.of(base="base", models=["math", "code"], output="merged")
 
 
@@ -223,19 +218,14 @@ def test_a_flag_overrides_the_recipe(what, recipe_file):
     assert asked_recipe("recipe.toml", *flags) == plain.changed(**update)
 
 
-def test_one_drop_rate_overrides_those_of_the_models_too(recipe_file):
-    recipe = asked_recipe("recipe.toml", "--drop-rate", "0.99")
-    assert recipe.recipe.stages == {"dare": {"drop_rate": 0.99}}
-    assert [entry.settings for entry in recipe.recipe.models] == [{}, {}]
-    assert recipe.recipe.weights() == (0.7, 0.5)
-    assert recipe.recipe.seeds() == (3, 8)
-
-
-def test_a_drop_rate_for_each_model_overrides_theirs(recipe_file):
-    recipe = asked_recipe("recipe.toml", "--drop-rate", "0.1", "0.2", "--weight", "1", "2")
-    assert [entry.settings["drop_rate"] for entry in recipe.recipe.models] == [0.1, 0.2]
-    assert recipe.recipe.weights() == (1, 2)
-    assert recipe.recipe.seeds() == (3, 8)
+def test_drop_rates_override_those_of_the_models_too(recipe_file):
+    one = asked_recipe("recipe.toml", "--drop-rate", "0.99").recipe
+    assert one.stages == {"dare": {"drop_rate": 0.99}}
+    assert [entry.settings for entry in one.models] == [{}, {}]
+    assert (one.weights(), one.seeds()) == ((0.7, 0.5), (3, 8))
+    each = asked_recipe("recipe.toml", "--drop-rate", "0.1", "0.2", "--weight", "1", "2").recipe
+    assert [entry.settings["drop_rate"] for entry in each.models] == [0.1, 0.2]
+    assert (each.weights(), each.seeds()) == ((1, 2), (3, 8))
 
 
 @pytest.mark.parametrize("place", [["recipe.toml"], ["--config", "recipe.toml"]])

@@ -120,43 +120,6 @@ def test_a_stage_of_ones_own_says_that_it_interpolates(folder, monkeypatch):
 FLOATS = [name for name, array in base_arrays().items() if array.dtype == np.float32]
 
 
-def arc(first, second, t):
-    """The point at t on the arc between two tensors, in float64."""
-    first, second = first.astype(np.float64), second.astype(np.float64)
-    angle = np.arccos((first * second).sum() / np.linalg.norm(first) / np.linalg.norm(second))
-    return (np.sin((1 - t) * angle) * first + np.sin(t * angle) * second) / np.sin(angle)
-
-
-@pytest.mark.parametrize(
-    ("method", "flags", "t"),
-    [
-        ("slerp", ("--t", "0.25"), 0.25),
-        ("nuslerp", ("--weight", "3", "1"), 0.25),
-        ("nuslerp", (), 0.5),
-        ("karcher", (), 0.5),
-    ],
-)
-def test_the_result_lies_on_the_arc_between_the_two(method, flags, t, folder):
-    generator = np.random.default_rng(5)
-    pair = [
-        {name: generator.standard_normal(a.shape, np.float32) for name, a in base_arrays().items()}
-        for _ in range(2)
-    ]
-    for file, arrays in zip(PAIR, pair, strict=True):
-        save(Path(file), arrays)
-    dare_succeeds(*PAIR, *TO, "--method", method, *flags, "--quiet")
-    merged = load_file("merged.safetensors")
-    for name, values in merged.items():
-        first, second = (arrays[name] for arrays in pair)
-        lengths = np.linalg.norm(first), np.linalg.norm(second)
-        expected = arc(first, second, t)
-        if method == "karcher":  # the mean of the directions, and of the lengths
-            expected = arc(first / lengths[0], second / lengths[1], t) * sum(lengths) / 2
-        np.testing.assert_allclose(values, expected, atol=2e-6)
-        straight = (1 - t) * first + t * second
-        assert np.abs(values - straight).max() > 0.01, "or a weighted mean would do as well"
-
-
 @pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("t", [0, 1])
 def test_the_ends_of_the_arc_are_the_models_themselves(t, kind, folder):
@@ -181,21 +144,14 @@ def test_python_takes_the_base_among_the_models_too(base, folder):
         assert np.array_equal(arrays[name], values)
 
 
-def test_one_model_is_refused_with_the_line_to_write_instead(folder):
+def test_another_number_of_models_is_refused_with_the_line_to_write_instead(folder):
     line = ("--base", PAIR[0], *TO, "--method", "slerp", "--quiet")
     outcome = dare(*line, "--models", PAIR[1])
-    assert outcome.status == 1
+    assert (outcome.status, Path("merged.safetensors").exists()) == (1, False)
     remedy = f"--models {PAIR[0]} {PAIR[1]}"
     assert remedy in outcome.err
-    assert not Path("merged.safetensors").exists()
     dare_succeeds(*line, *remedy.split())
-
-
-def test_more_than_three_are_refused_with_the_method_that_takes_them(folder):
-    outcome = dare(*THREE, "german.safetensors", *TO, "--method", "slerp")
-    assert outcome.status == 1
-    assert "karcher" in outcome.err
-    dare_succeeds(*THREE, "german.safetensors", *TO, "--method", "karcher", "--quiet")
+    assert "karcher" in dare(*THREE, "german.safetensors", *TO, "--method", "slerp").err
 
 
 # ---------------------------------------------------------------- the output
@@ -203,17 +159,12 @@ def test_more_than_three_are_refused_with_the_method_that_takes_them(folder):
 
 def test_folders_on_the_way_to_the_output_are_created_and_announced(folder):
     place = "new/folder/merged.safetensors"
+    assert dare(*THREE, "-o", place, "--weight", "1").status == 1
     assert "the folder new/folder" in dare_succeeds("plan", *THREE, "-o", place).out
     assert not Path("new").exists()
     dare_succeeds(*THREE, "-o", place, "--quiet")
     assert Path(place).is_file()
     assert "the folder" not in dare_succeeds("plan", *THREE, "-o", "new/other").out
-
-
-def test_a_refused_merge_leaves_no_folder(folder):
-    outcome = dare(*THREE, "-o", "new/merged.safetensors", "--weight", "1")
-    assert outcome.status == 1
-    assert not Path("new").exists()
 
 
 def test_an_output_that_exists_is_replaced_by_the_command_in_the_message(folder):

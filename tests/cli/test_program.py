@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calling import Outcome, dare, dare_succeeds, recipe_of
+from calling import Outcome, dare, recipe_of
 from safetensors.numpy import load_file
 
 from dare import verify
@@ -171,11 +171,8 @@ def drop_rates(output: Path) -> list[float]:
     return [rate, *realised]
 
 
-def test_the_configuration_is_the_readmes(program):
+def test_a_merge_by_the_readmes_configuration_is_that_by_its_flags(program, monkeypatch):
     assert (program / "merge_config.toml").read_text() == MERGE_CONFIG
-
-
-def test_the_line_with_a_configuration_merges(program):
     done = run(BY_CONFIG, program)
     output = program / "merged_model.safetensors"
     assert (done.status, done.err) == (0, "")
@@ -184,13 +181,10 @@ def test_the_line_with_a_configuration_merges(program):
     assert "Merged 2 tensors" in done.out
     assert "exceeds" not in done.out
     assert "models/math_tuned_model.safetensors" in done.out
-
-
-def test_the_basic_merge_gives_the_same_as_the_configuration(program, monkeypatch):
+    merged = sha256(output)
+    output.unlink()
     done = call(BASIC_MERGE, program, monkeypatch)
-    assert (done.status, done.err) == (0, "")
-    dare_succeeds("--config", "merge_config.toml", "--output", "by_config.safetensors", "--quiet")
-    assert sha256(Path("merged_model.safetensors")) == sha256(Path("by_config.safetensors"))
+    assert (done.status, done.err, sha256(output)) == (0, "", merged)
 
 
 def test_custom_parameters_are_used_and_large_deltas_warned_of(program, monkeypatch):
@@ -203,11 +197,7 @@ def test_custom_parameters_are_used_and_large_deltas_warned_of(program, monkeypa
     base, math = (load_file(program / f"{name}.safetensors") for name in ("base", "math"))
     deltas = np.concatenate([(math[name] - base[name]).ravel() for name in base])
     over = int((np.abs(deltas) > np.float32(0.001)).sum())
-    assert "Warning  large deltas" in done.out.splitlines()
-    said = " ".join(done.out.split())
-    assert f"math: |δ| exceeds 0.001 in {over:,} of {deltas.size:,} elements" in said
-    assert f"({over / deltas.size:.2%})" in said
-    assert f"reaches {np.abs(deltas).max():.3g} in " in said
+    assert f"|δ| exceeds 0.001 in {over:,} of {deltas.size:,}" in " ".join(done.out.split())
 
 
 def test_flags_override_the_configuration_and_quiet_prints_nothing(program, monkeypatch):
@@ -262,14 +252,6 @@ def test_import_dare_beside_dare_py_finds_the_package(program):
 def test_its_help_lists_the_original_options(program, monkeypatch):
     done = call("uv run python dare.py merge -h", program, monkeypatch)
     assert done.status == 0
-    for option in (
-        "--config --recipe -c",
-        "--base -b",
-        "--merge -m",
-        "--output -o",
-        "--drop-rate",
-        "--delta-threshold",
-        "--verbose -v",
-        "--quiet -q",
-    ):
-        assert option in done.out
+    files = ("--config --recipe -c", "--base -b", "--merge -m", "--output -o")
+    settings = ("--drop-rate", "--delta-threshold", "--verbose -v", "--quiet -q")
+    assert [option for option in (*files, *settings) if option not in done.out] == []

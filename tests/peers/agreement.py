@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from configurations import Configuration
 from torch import Tensor
+
+from configurations import Configuration
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,13 @@ import pytest
 import torch
 import yaml
 from agreement import AGREEMENT, Outcome
+from mergekit.merge_methods.registry import registered_methods
+from safetensors.torch import load_file
+from side_by_side import ROUNDING, compares
+from tiny_models import write_models
+from tokenizers import Tokenizer
+
+import dare
 from configurations import (
     AGREES,
     CONFIGURATIONS,
@@ -22,13 +29,6 @@ from configurations import (
     REFUSED_HERE,
     Configuration,
 )
-from mergekit.merge_methods.registry import registered_methods
-from safetensors.torch import load_file
-from side_by_side import ROUNDING, compares
-from tiny_models import write_models
-from tokenizers import Tokenizer
-
-import dare
 from dare.cli import main
 from dare.recipe.mergekit.methods import METHODS
 

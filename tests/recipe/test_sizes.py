@@ -52,16 +52,12 @@ def test_what_is_no_size_is_refused(text):
         (14_500_000_000, "14.50 GB"),
         (1_000_000_000_000, "1.00 TB"),
         (5_000_000_000_000_000, "5000.00 TB"),
+        (1, "1 byte"),
+        (999_960, "1.0 MB"),  # the unit it is rounded to
+        (999_960_000, "1.00 GB"),
     ],
 )
 def test_a_size_is_shown(size, text):
-    assert show_size(size) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(1, "1 byte"), (999_960, "1.0 MB"), (999_960_000, "1.00 GB")]
-)
-def test_a_size_is_shown_in_the_singular_and_in_the_unit_it_is_rounded_to(size, text):
     assert show_size(size) == text
 
 
