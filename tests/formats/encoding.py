@@ -1,12 +1,16 @@
-"""Tensors stored by a code, and read back by the reader of the format."""
+"""Tensors stored by a code, and read back; merges of models in the format of the base."""
+
+import json
 
 import numpy as np
 
+import dare
 from dare.formats.recoding import LossMeter
 from dare.inputs.arrays import array_source
 from dare.inputs.quantised import read_quantised
+from dare.inputs.sources import open_source
 from dare.tensors.dtypes import BY_TORCH_NAME
-from helpers import read_tensor
+from helpers import read_tensor, save
 
 
 def reader(raw, first=0):
@@ -51,3 +55,26 @@ def decoded(arrays, name="l.weight"):
 def code_of(arrays, name="l.weight"):
     """Return how stored arrays are coded."""
     return read_quantised(array_source(arrays, "x"), {}).tensors[name].code
+
+
+def write_model(folder, tensors, *, model_type="llama", layers=2, **settings):
+    """Write a quantised model; `settings` are those of its quantisation."""
+    save(folder / "model.safetensors", tensors)
+    config = {"model_type": model_type, "num_hidden_layers": layers, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return folder
+
+
+def merge(base, *models, output, **given):
+    """Merge in the base's format, unless told otherwise."""
+    usual = {"format": "input", "method": "linear", "verbose": False}
+    return dare.merge(base=base, models=list(models), output=output, **{**usual, **given})
+
+
+def stored(path):
+    """Return the tensors of a model as they are stored."""
+    with open_source(path) as source:
+        return {
+            name: np.frombuffer(read_tensor(source, name), i.dtype.numpy_type).reshape(i.shape)
+            for name, i in source.tensors.items()
+        }

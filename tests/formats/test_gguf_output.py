@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +33,7 @@ from dare.errors import DareError, InputError, NotFiniteError, OutputError, Reci
 from dare.formats import gguf as writing
 from dare.formats.gguf_keys import model_keys, vocabulary_keys
 from dare.inputs.directory import Sidecars
-from dare.inputs.gguf import FAMILIES, GgufSource, gguf_name, hugging_face_name
+from dare.inputs.gguf import FAMILIES, GgufSource
 from helpers import read_tensor, save
 
 gguf = pytest.importorskip("gguf")
@@ -91,14 +90,6 @@ def test_every_architecture_comes_back_and_has_llama_cpps_names(tmp_path, model_
     names = gguf.get_tensor_name_map(arch, LAYERS)
     theirs = {names.get_name(name, (".weight",)) for name in expected}
     assert {tensor.name for tensor in gguf.GGUFReader(folder / "out.gguf").tensors} == theirs
-
-
-def test_names_translate_both_ways():
-    for family in FAMILIES.values():
-        stems = [f"blk.3.{part}" for part in family.parts]
-        for name in (f"{s}.{end}" for s in (*stems, "output") for end in ("weight", "bias")):
-            assert gguf_name(hugging_face_name(name, family), family) == name
-    assert gguf_name("model.layers.0.mlp.experts.gate", FAMILIES["llama"]) is None
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
@@ -460,13 +451,10 @@ def test_outputs_that_cannot_be_gguf_are_refused(pair, tmp_path):
         )
 
 
-def test_the_type_is_the_bases_unless_asked(tmp_path):
-    for kind, expected in ((np.float16, "F16"), (np.float32, "F16")):
-        folder = make_pair(tmp_path / expected / kind.__name__, "qwen2", kind)
-        planned = dare.plan(
-            base=folder / "base", models=[folder / "tuned"], output=folder / "out.gguf"
-        )
-        assert planned.recoding.format == f"GGUF ({expected})"
-        assert f"GGUF ({expected})" in str(planned)
-        assert planned.to_dict()["format"] == f"GGUF ({expected})"
-    shutil.rmtree(tmp_path)
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_matrices_are_f16_unless_asked(tmp_path, kind):
+    folder = make_pair(tmp_path, "qwen2", kind)
+    files = {"base": folder / "base", "models": [folder / "tuned"]}
+    planned = dare.plan(**files, output=folder / "out.gguf")
+    assert planned.recoding.format == planned.to_dict()["format"] == "GGUF (F16)"
+    assert "GGUF (F16)" in str(planned)

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import pickle
 import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
-from encoding import code_of, encoded
+from encoding import code_of, encoded, write_model
+from encoding import stored as read
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dare
 from dare.formats.quantised import Fp8, Mxfp4
 from dare.formats.recoding import in_pieces
-from dare.inputs.sources import FileSource
 from dare.planning.slices import Division
 from dare.run.cluster import MergeJob
 from dare.run.engine import open_output
 from dare.run.merging import Merge
 from dare.run.worker import list_steps
 from dare.tensors.chunks import CHUNK
-from helpers import listing, read_tensor, save
+from helpers import listing
 
 E4M3 = ml_dtypes.float8_e4m3fn
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -49,12 +48,10 @@ def tensors(kind, seed):
 
 
 def write(folder, kind, seed):
-    save(folder / "model.safetensors", tensors(kind, seed))
-    model_type = "gpt_oss" if kind == "experts" else "llama"
-    table = {"quant_method": "mxfp4" if kind == "experts" else "fp8"}
-    config = {"model_type": model_type, "num_hidden_layers": 1, "quantization_config": table}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    is_experts = kind == "experts"
+    model_type, method = ("gpt_oss", "mxfp4") if is_experts else ("llama", "fp8")
+    given = {"model_type": model_type, "layers": 1, "quant_method": method}
+    return write_model(folder, tensors(kind, seed), **given)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,13 +70,6 @@ def asked(models, output, **more):
 
 def merge(models, output, **more):
     return dare.merge(**asked(models, output, **more))
-
-
-def read(file):
-    """Tensors as they are stored."""
-    with FileSource(file) as source:
-        raw = {name: (info, read_tensor(source, name)) for name, info in source.tensors.items()}
-    return {n: np.frombuffer(r, i.dtype.numpy_type).reshape(i.shape) for n, (i, r) in raw.items()}
 
 
 def test_stretches_are_as_short_as_units_allow(case, tmp_path):

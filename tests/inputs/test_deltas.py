@@ -11,7 +11,6 @@ from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.recipe.recipe import Request
 from dare.run.engine import execute
-from dare.tensors.chunks import CHUNK
 from dare.tensors.header import TensorInfo
 
 SIZE = 1000
@@ -79,11 +78,3 @@ def test_a_model_without_a_delta_still_counts_in_the_mean():
     sources = [deltas_source({"v": DELTAS[0]["v"]}), array_source(WEIGHTS[1], "model")]
     _, found, _ = merged(BASE, sources, method="linear")
     assert found["w"] == (BASE["w"] + np.float32(0.5) * DELTAS[1]["w"]).tobytes()
-
-
-@pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1])
-def test_deltas_of_any_size(size):
-    base, delta = {"w": numbers(0, size)}, {"w": numbers(1, size)}
-    weights = {"w": base["w"] + delta["w"]}
-    found = merged(base, [deltas_source(delta)], method="dare+sum")
-    assert found[1] == merged(base, [array_source(weights, "model")], method="dare+sum")[1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from diffusion_models import Shapes, flux, stable_diffusion, wan
-from safetensors.numpy import load_file, save_file
+from diffusion_models import Shapes, stable_diffusion, wan
+from safetensors.numpy import save_file
 
 import dare
 from dare.recipe.layers import OUTSIDE, find_depths
@@ -76,29 +76,6 @@ def test_embedding_drop_rate_is_for_the_text_encoder_s_tokens_alone():
         f"{TEXT}.embeddings.{part}_embedding.weight" for part in ("token", "position")
     }
     assert changed == set(filter(is_embedding, base))
-
-
-def test_flux_is_one_stack_of_double_and_single_blocks(tmp_path):
-    base, models = make(flux(), 1)
-    save_file(base, tmp_path / "base.safetensors")
-    save_file(models[0], tmp_path / "tuned.safetensors")
-    recipe = dare.Request.of(
-        base=tmp_path / "base.safetensors",
-        models=[
-            dare.ModelEntry(file=tmp_path / "tuned.safetensors", weight=[0, 0, 0, 1, 0, 0, 0, 0])
-        ],
-        output=tmp_path / "out.safetensors",
-        method="sum",
-        verbose=False,
-    )
-    dare.merge(recipe)
-    out = load_file(tmp_path / "out.safetensors")
-    changed = {
-        name.split(".")[0:2] == ["single_blocks", "0"]
-        for name in base
-        if out[name].tobytes() != base[name].tobytes()
-    }
-    assert changed == {True}
 
 
 @pytest.mark.parametrize("root", ["", "model.diffusion_model.", "transformer/"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +13,13 @@ from dare.inputs.directory import (
     chat_template_of,
     choose_chat_template,
     collect,
-    main_type,
 )
 from dare.tensors.dtypes import STORAGE_TYPES
 
 BF16, F32, F8 = STORAGE_TYPES["BF16"], STORAGE_TYPES["F32"], STORAGE_TYPES["F8_E4M3"]
 
 
-def fill(folder: Path, **files: Any) -> Path:
+def fill(folder, **files):
     """Write files: JSON, or text as it is; in names `__` is a slash and `_dot_` a full stop."""
     for name, content in files.items():
         path = folder / name.replace("__", "/").replace("_dot_", ".")
@@ -32,7 +30,7 @@ def fill(folder: Path, **files: Any) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     folder = tmp_path / "model"
     return fill(
         folder,
@@ -41,7 +39,7 @@ def model(tmp_path: Path) -> Path:
     )
 
 
-def content(files: Any, name: str) -> Any:
+def content(files, name):
     found = files[name]
     return json.loads(found if isinstance(found, bytes) else found.read_bytes())
 
@@ -49,31 +47,18 @@ def content(files: Any, name: str) -> Any:
 # ---------------------------------------------------------------- which files
 
 TAKEN = (
-    "LICENSE",
-    "NOTICE.txt",
-    "added_tokens.json",
-    "additional_chat_templates/tool_use.jinja",
-    "chat_template.jinja",
-    "config.json",
-    "preprocessor_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.txt",
+    *("LICENSE", "NOTICE.txt", "added_tokens.json", "additional_chat_templates/tool_use.jinja"),
+    *("chat_template.jinja", "config.json", "preprocessor_config.json", "tokenizer.json"),
+    *("tokenizer.model", "vocab.txt"),
 )
 LEFT = (
-    ".git/config",
-    "README.md",
-    "dare-manifest.json",
-    "model-00001-of-00002.safetensors",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "optimizer.pt",
-    "pytorch_model.bin",
+    *(".git/config", "README.md", "dare-manifest.json", "model-00001-of-00002.safetensors"),
+    *("model.safetensors", "model.safetensors.index.json", "optimizer.pt", "pytorch_model.bin"),
     "training_args.bin",
 )
 
 
-def test_known_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
+def test_known_files_are_taken_and_nothing_else(tmp_path):
     for name in (*TAKEN, *LEFT, "data_config.json", "odd\nname"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +71,7 @@ def test_known_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
     assert note.text.endswith(f"{tmp_path}: data_config.json, 'odd\\nname'")
 
 
-def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_may_come_from_elsewhere(model, tmp_path):
     fill(model, tokenizer_dot_json={}, vocab_dot_txt="a")
     other = fill(tmp_path / "other", tokenizer_dot_json={"other": 1}, config_dot_json={})
     found = collect(model, tokenizer=other, replaced={"added_tokens.json": b"{}"})
@@ -101,7 +86,7 @@ def test_the_tokenizer_may_come_from_elsewhere(model: Path, tmp_path: Path) -> N
     assert any("vocab.txt" in note.text for note in found.notes)  # left behind, and said so
 
 
-def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: Path) -> None:
+def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model):
     fill(model, modeling_x_dot_py="import os", setup_dot_py="")
     assert "modeling_x.py" not in collect(model).files
     assert [note.code for note in collect(model).notes] == ["not_copied"]
@@ -114,7 +99,7 @@ def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model: P
     assert "trust_remote_code=True" in note.text
 
 
-def test_folders_of_sentence_transformers(model: Path) -> None:
+def test_folders_of_sentence_transformers(model):
     fill(
         model,
         modules_dot_json=[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "3"}],
@@ -139,50 +124,42 @@ def test_folders_of_sentence_transformers(model: Path) -> None:
 # ---------------------------------------------------------------- what changes
 
 
-def test_the_type_is_updated_wherever_it_stands(model: Path) -> None:
-    fill(
-        model,
-        config_dot_json={
-            "dtype": "float32",
-            "text_config": {"torch_dtype": "float16", "deep": {"dtype": "auto"}},
-            "rope": {"dtype": "int8"},
-        },
-    )
-    found = collect(model, Changes(dtype=BF16))
-    assert content(found.files, "config.json") == {
-        "dtype": "bfloat16",
-        "text_config": {"torch_dtype": "bfloat16", "deep": {"dtype": "bfloat16"}},
-        "rope": {"dtype": "int8"},
-    }
+INSIDE = {"torch_dtype": "float16", "deep": {"dtype": "auto"}}
+SIZES = {"type_vocab_size": 10, "audio_config": {"vocab_size": 7}}
 
 
-def test_a_type_that_no_model_can_have_is_left_out_of_the_configuration(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "changes", "after"),
+    [
+        (
+            {"dtype": "float32", "text_config": INSIDE, "rope": {"dtype": "int8"}},
+            Changes(dtype=BF16),
+            {
+                "dtype": "bfloat16",
+                "text_config": {"torch_dtype": "bfloat16", "deep": {"dtype": "bfloat16"}},
+                "rope": {"dtype": "int8"},
+            },
+        ),
+        (
+            {"vocab_size": 99, "text_config": {"vocab_size": 10}, **SIZES},
+            Changes(vocab_size=(10, 12)),
+            {"vocab_size": 12, "text_config": {"vocab_size": 12}, **SIZES},
+        ),
+    ],
+)
+def test_type_and_vocabulary_size_are_updated_wherever_they_stand(model, before, changes, after):
+    fill(model, config_dot_json=before)
+    assert content(collect(model, changes).files, "config.json") == after
+
+
+def test_a_type_that_no_model_can_have_is_left_out_of_the_configuration(model):
     found = collect(model, Changes(dtype=F8))
     assert found.files["config.json"] == model / "config.json"
     (note,) = found.notes
     assert (note.code, note.subjects) == ("kept_type", ("config.json",))
 
 
-def test_the_vocabulary_size_is_updated_for_the_text_model(model: Path) -> None:
-    fill(
-        model,
-        config_dot_json={
-            "vocab_size": 99,
-            "type_vocab_size": 10,
-            "text_config": {"vocab_size": 10},
-            "audio_config": {"vocab_size": 7},
-        },
-    )
-    found = collect(model, Changes(vocab_size=(10, 12)))
-    assert content(found.files, "config.json") == {
-        "vocab_size": 12,
-        "type_vocab_size": 10,
-        "text_config": {"vocab_size": 12},
-        "audio_config": {"vocab_size": 7},
-    }
-
-
-def test_token_ids_are_those_of_the_output(model: Path) -> None:
+def test_token_ids_are_those_of_the_output(model):
     found = collect(model, Changes(token_ids={3: 3, 4: 7}))
     assert found.files["config.json"] == model / "config.json"
     assert content(found.files, "generation_config.json") == {"eos_token_id": [3, 7]}
@@ -190,16 +167,10 @@ def test_token_ids_are_those_of_the_output(model: Path) -> None:
         collect(model, Changes(token_ids={3: 3, 4: None}))
 
 
-def test_the_main_type_is_that_of_most_elements() -> None:
-    kinds = [("a", F32, (4,)), ("b", BF16, (2, 3)), ("c", STORAGE_TYPES["I64"], (99,))]
-    assert main_type(kinds) is BF16
-    assert main_type(kinds[2:]) is None
-
-
 # ---------------------------------------------------------------- chat templates
 
 
-def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path: Path) -> None:
+def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path):
     assert chat_template_of(fill(tmp_path / "none", config_dot_json={})) is None
     several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
     for expected, files in {
@@ -211,7 +182,7 @@ def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path: Path) -> None:
         assert chat_template_of(fill(tmp_path / expected, **files)) == expected
 
 
-def test_a_chat_template_is_put_in_place_of_all_others(model: Path) -> None:
+def test_a_chat_template_is_put_in_place_of_all_others(model):
     fill(
         model,
         tokenizer_config_dot_json={"chat_template": "old", "k": 1},
@@ -225,7 +196,7 @@ def test_a_chat_template_is_put_in_place_of_all_others(model: Path) -> None:
     assert found.files["chat_template.jinja"] == b"{{ new }}"
 
 
-def test_which_chat_template(tmp_path: Path) -> None:
+def test_which_chat_template(tmp_path):
     plain = fill(tmp_path / "plain", config_dot_json={})
     one, same, other = (
         fill(tmp_path / name, chat_template_dot_jinja=text)
@@ -261,7 +232,7 @@ def test_which_chat_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", ["tokenizer.json", "1_Pooling"])
-def test_a_link_out_of_the_directory_is_refused(model: Path, tmp_path: Path, link: str) -> None:
+def test_a_link_out_of_the_directory_is_refused(model, tmp_path, link):
     fill(tmp_path / "secret", config_dot_json={})
     fill(model, modules_dot_json=[{"path": "1_Pooling"}])
     (model / link).symlink_to(tmp_path / "secret")
@@ -269,7 +240,7 @@ def test_a_link_out_of_the_directory_is_refused(model: Path, tmp_path: Path, lin
         collect(model)
 
 
-def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path):
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "0a1b"
     (snapshot / "1_Pooling").mkdir(parents=True)
@@ -283,13 +254,13 @@ def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["..", "../x", "/etc", "a/../../b", ".git", 3, None])
-def test_a_module_cannot_lead_out_of_the_directory(model: Path, path: object) -> None:
+def test_a_module_cannot_lead_out_of_the_directory(model, path):
     fill(model, modules_dot_json=[{"path": path}])
     with pytest.raises(InputError, match=r"modules.json: .*folder"):
         collect(model)
 
 
-def test_a_folder_without_end_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_end_is_refused(model, monkeypatch):
     fill(model, modules_dot_json=[{"path": "1_Pooling"}])
     fill(model / "1_Pooling", a="", b="", c="")
     monkeypatch.setattr("dare.inputs.directory.MAX_MODULE_FILES", 2)
@@ -303,23 +274,20 @@ def test_a_folder_without_end_is_refused(model: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not valid JSON"), ("[]", "must be a JSON object"), ("[" * 10**5, "not valid JSON")],
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ("[" * 10**5, "not valid JSON"),
+        ('{"torch_dtype": "float32", "x": "\\ud800"}', "cannot be written again"),
+    ],
 )
-def test_a_broken_configuration_is_an_error(model: Path, text: str, message: str) -> None:
+def test_a_broken_configuration_is_an_error(model, text, message):
     fill(model, config_dot_json=text)
     with pytest.raises(InputError, match=message):
-        collect(model)
-
-
-def test_half_a_character_cannot_be_written(model: Path) -> None:
-    fill(model, config_dot_json='{"torch_dtype": "float32", "x": "\\ud800"}')
-    with pytest.raises(InputError, match="cannot be written again"):
         collect(model, Changes(dtype=BF16))
 
 
-def test_a_huge_file_is_copied_but_never_parsed(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_huge_file_is_copied_but_never_parsed(model, monkeypatch):
     monkeypatch.setattr("dare.inputs.directory.MAX_JSON_BYTES", 100)
     fill(model, vocab_dot_json=" " * 101)
     assert collect(model).files["vocab.json"] == model / "vocab.json"

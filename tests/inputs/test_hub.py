@@ -15,13 +15,12 @@ from dare.errors import DareError, InputError, install_command
 from dare.inputs.hub import Resolved, resolve
 from dare.inputs.opening import open_model
 from dare.stores.locations import looks_like_name, to_path
-from fake_hub import Hub
 from helpers import save, save_shards
 
 WEIGHTS = {"a": np.arange(3000, dtype=np.float32), "b": np.ones((2, 4), np.float32)}
 
 
-def folder_bytes(folder: Path) -> dict[str, bytes]:
+def folder_bytes(folder):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -49,7 +48,7 @@ UNWANTED = {
 
 
 @pytest.fixture
-def single(tmp_path: Path) -> dict[str, bytes]:
+def single(tmp_path):
     """The files of a repository with one file of weights, and others."""
     save(tmp_path / "single" / "model.safetensors", WEIGHTS)
     weights = folder_bytes(tmp_path / "single")
@@ -57,16 +56,16 @@ def single(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> dict[str, bytes]:
+def sharded(tmp_path):
     save_shards(tmp_path / "sharded", WEIGHTS, 2)
     return {**folder_bytes(tmp_path / "sharded"), **SMALL, **UNWANTED}
 
 
-def fetch(text: str) -> Resolved:
+def fetch(text):
     return resolve(Path(text), verbose=False)
 
 
-def failure(text: str) -> str:
+def failure(text):
     with pytest.raises(InputError) as caught:
         fetch(text)
     return str(caught.value)
@@ -75,54 +74,29 @@ def failure(text: str) -> str:
 # ---------------------------------------------------------------- what is a name
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "org/name",
-        "org/name@main",
-        "org/name@refs/pr/4",
-        "org/name@" + "0" * 40,
-        "org/name/sub folder/deep.er@v1.0",
-        "org/name/model.gguf@main",
-    ],
-)
-def test_names(text: str) -> None:
-    assert looks_like_name(text)
-    assert looks_like_name(Path(text).as_posix())
+NAMES = [
+    *("org/name", "org/name@main", "org/name@refs/pr/4", "org/name@" + "0" * 40),
+    *("org/name/sub folder/deep.er@v1.0", "org/name/model.gguf@main"),
+]
+NO_NAMES = [
+    *("", "name", "/org/name@main", "../name", "org/name/sub", "org/model.safetensors"),
+    *("runs/2024@3/model.safetensors", "org/name@a@b", "org/name@../../x", "org/name/../x@main"),
+    *("org/-name", "org/na--me", "org/name.git", "org\\name", "org/" + "n" * 97, "a\0b/c"),
+    "org/name\n",
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "name",
-        "/org/name@main",
-        "../name",
-        "org/name/sub",
-        "org/model.safetensors",
-        "runs/2024@3/model.safetensors",
-        "org/name@a@b",
-        "org/name@../../x",
-        "org/name/../x@main",
-        "org/-name",
-        "org/na--me",
-        "org/name.git",
-        "org\\name",
-        "org/" + "n" * 97,
-        "a\0b/c",
-        "org/name\n",
-    ],
-)
-def test_no_names(text: str) -> None:
-    assert not looks_like_name(text)
+@pytest.mark.parametrize("text", [*NAMES, *NO_NAMES])
+def test_what_is_a_name(text):
+    assert looks_like_name(text) == (text in NAMES)
 
 
-def test_a_path_that_is_no_name_is_left_alone(tmp_path: Path) -> None:
+def test_a_path_that_is_no_name_is_left_alone(tmp_path):
     for text in (str(tmp_path / "nothing"), "nothing.safetensors", "a\0b", "n" * 300):
         assert fetch(text) == Resolved(Path(text))
 
 
-def test_what_exists_here_wins(hub: Hub, single: dict[str, bytes]) -> None:
+def test_what_exists_here_wins(hub, single):
     hub.add("org/name", single)
     Path("org/name").mkdir(parents=True)
     resolved = fetch("org/name")
@@ -131,7 +105,7 @@ def test_what_exists_here_wins(hub: Hub, single: dict[str, bytes]) -> None:
     assert hub.asked == []
 
 
-def test_a_slip_of_the_pen_is_not_sent_to_the_hub(hub: Hub, single: dict[str, bytes]) -> None:
+def test_a_slip_of_the_pen_is_not_sent_to_the_hub(hub, single):
     commit = hub.add("models/bas", single)
     Path("models/base").mkdir(parents=True)
     assert failure("models/bas").endswith("write models/bas@main")
@@ -139,9 +113,7 @@ def test_a_slip_of_the_pen_is_not_sent_to_the_hub(hub: Hub, single: dict[str, by
     assert fetch("models/bas@main").commit == commit
 
 
-def test_without_the_client_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_client_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = failure("org/name")
@@ -152,7 +124,7 @@ def test_without_the_client_it_says_what_to_install(
 # ---------------------------------------------------------------- fetching
 
 
-def test_only_what_a_merge_needs_is_fetched(hub: Hub, single: dict[str, bytes]) -> None:
+def test_only_what_a_merge_needs_is_fetched(hub, single):
     commit = hub.add("org/name", {**single, **ALL_SMALL})
     resolved = fetch("org/name")
     assert (resolved.repo, resolved.commit) == ("org/name", commit)
@@ -167,7 +139,7 @@ def test_only_what_a_merge_needs_is_fetched(hub: Hub, single: dict[str, bytes]) 
     }
 
 
-def test_the_shards_that_the_index_names_are_fetched(hub: Hub, sharded: dict[str, bytes]) -> None:
+def test_the_shards_that_the_index_names_are_fetched(hub, sharded):
     hub.add("org/name", {**sharded, "model.safetensors": b"an old one", "x.safetensors": b"x"})
     resolved = fetch("org/name")
     files = {path.name for path in resolved.path.glob("*.safetensors")}
@@ -175,21 +147,18 @@ def test_the_shards_that_the_index_names_are_fetched(hub: Hub, sharded: dict[str
     assert set(open_model(resolved.path).tensors) == set(WEIGHTS)
 
 
-def test_adapters_are_fetched(hub: Hub) -> None:
+def test_adapters_and_a_single_file_of_any_name_are_fetched(hub):
     adapter = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w", "README.md": b""}
     hub.add("org/name", {**adapter, "adapter_model.bin": b"", "optimizer.safetensors": b"o"})
     assert folder_bytes(fetch("org/name").path) == adapter
-
-
-def test_a_single_file_of_any_name_is_fetched(hub: Hub) -> None:
-    commit = hub.add("org/name", {"odd.safetensors": b"w", "deep/model.safetensors": b"d"})
-    assert folder_bytes(fetch("org/name").path) == {"odd.safetensors": b"w"}
+    commit = hub.add("org/odd", {"odd.safetensors": b"w", "deep/model.safetensors": b"d"})
+    assert folder_bytes(fetch("org/odd").path) == {"odd.safetensors": b"w"}
     hub.asked.clear()
-    assert folder_bytes(fetch(f"org/name@{commit}").path) == {"odd.safetensors": b"w"}
+    assert folder_bytes(fetch(f"org/odd@{commit}").path) == {"odd.safetensors": b"w"}
     assert hub.asked == []
 
 
-def test_a_folder_inside_is_fetched(hub: Hub, single: dict[str, bytes]) -> None:
+def test_a_folder_inside_is_fetched(hub, single):
     inner = {f"runs/[1]/{file}": data for file, data in single.items()}
     commit = hub.add("org/name", {**inner, "config.json": b"outer", "README.md": b"licence"})
     resolved = fetch("org/name/runs/[1]@main")
@@ -200,9 +169,7 @@ def test_a_folder_inside_is_fetched(hub: Hub, single: dict[str, bytes]) -> None:
     assert outside == {"runs", "README.md"}
 
 
-def test_the_components_of_a_pipeline_are_fetched(
-    hub: Hub, single: dict[str, bytes], sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_components_of_a_pipeline_are_fetched(hub, single, sharded, monkeypatch):
     weights = single["model.safetensors"]
     wanted = {
         "model_index.json": b'{"unet": ["d", "U"], "vae": ["d", "V"], "scheduler": ["d", "S"]}',
@@ -224,24 +191,19 @@ def test_the_components_of_a_pipeline_are_fetched(
     assert fetch("org/name") == resolved
 
 
-def test_a_file_inside_is_fetched(hub: Hub) -> None:
-    files = {"a.safetensors": b"a", "b.safetensors": b"b", "q/x.gguf": b"x", "config.json": b"{}"}
-    hub.add("org/name", files)
+def test_a_file_inside_is_fetched_with_all_of_its_parts(hub):
+    files = {"a.safetensors": b"a", "b.safetensors": b"b", "config.json": b"{}"}
+    parts = {f"q/m-0000{number}-of-00002.gguf": bytes([number]) for number in (1, 2)}
+    hub.add("org/name", {**files, **parts, "q/m-00001-of-00003.gguf": b"", "q/other.gguf": b"o"})
     resolved = fetch("org/name/b.safetensors@main")
     assert resolved.path.read_bytes() == b"b"
     assert folder_bytes(resolved.path.parent) == {"b.safetensors": b"b", "config.json": b"{}"}
-    assert fetch("org/name/q/x.gguf@main").path.read_bytes() == b"x"
+    first = fetch("org/name/q/m-00001-of-00002.gguf@main").path
+    assert {f"q/{path.name}": path.read_bytes() for path in first.parent.iterdir()} == parts
+    assert fetch("org/name/q/other.gguf@main").path.read_bytes() == b"o"
 
 
-def test_a_file_in_parts_is_fetched_whole(hub: Hub) -> None:
-    parts = {f"q/m-0000{number}-of-00002.gguf": bytes([number]) for number in (1, 2)}
-    hub.add("org/name", {**parts, "q/m-00001-of-00003.gguf": b"", "q/other.gguf": b"o"})
-    resolved = fetch("org/name/q/m-00001-of-00002.gguf@main")
-    assert resolved.path.read_bytes() == b"\1"
-    assert folder_bytes(resolved.path.parents[1]) == parts
-
-
-def test_what_is_not_in_the_repository(hub: Hub, sharded: dict[str, bytes]) -> None:
+def test_what_is_not_in_the_repository(hub, sharded):
     commit = hub.add("org/two", {"a.safetensors": b"a", "b.safetensors": b"b", "README.md": b""})
     assert failure("org/two").endswith("org/two/a.safetensors@main")
     assert failure("org/two/c.safetensors@main") == (
@@ -255,13 +217,7 @@ def test_what_is_not_in_the_repository(hub: Hub, sharded: dict[str, bytes]) -> N
     assert "the hub has no model-00002-of-00002.safetensors at commit" in failure("org/cut")
 
 
-def test_a_hostile_index_is_refused(hub: Hub) -> None:
-    index = json.dumps({"weight_map": {"a": "../../../secret"}}).encode()
-    hub.add("org/name", {"model.safetensors.index.json": index})
-    assert "a shard must be a file in the same folder" in failure("org/name")
-
-
-def test_revisions(hub: Hub, single: dict[str, bytes]) -> None:
+def test_revisions(hub, single):
     first = hub.add("org/name", single)
     second = hub.add("org/name", {**single, "config.json": b"{}"}, "dev/new")
     assert fetch("org/name").commit == first
@@ -271,7 +227,7 @@ def test_revisions(hub: Hub, single: dict[str, bytes]) -> None:
     assert (fetch(f"org/name@{second}").path / "config.json").read_bytes() == b"{}"
 
 
-def test_the_second_time_nothing_is_fetched(hub: Hub, sharded: dict[str, bytes]) -> None:
+def test_the_second_time_nothing_is_fetched(hub, sharded):
     commit = hub.add("org/name", sharded)
     resolved = fetch("org/name")
     hub.asked.clear()
@@ -285,13 +241,11 @@ def test_the_second_time_nothing_is_fetched(hub: Hub, sharded: dict[str, bytes])
 # ---------------------------------------------------------------- without a network
 
 
-def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def go_offline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_offline_the_cache_is_used(
-    hub: Hub, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_cache_is_used(hub, sharded, monkeypatch):
     hub.add("org/name", sharded)
     odd = hub.add("org/odd", {"odd.safetensors": b"w", "config.json": b"{}"})
     resolved = fetch("org/name")
@@ -304,31 +258,15 @@ def test_offline_the_cache_is_used(
     assert hub.asked == []
 
 
-def test_offline_what_is_not_there_cannot_be_had(
-    hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.add("org/name", single)
-    resolved = fetch("org/name")
-    go_offline(monkeypatch)
-    for name in ("org/other", "org/name@dev"):
-        assert "HF_HUB_OFFLINE" in failure(name)
-    (resolved.path / "model.safetensors").unlink()
-    for name in ("org/name", f"org/name@{resolved.commit}"):
-        assert "HF_HUB_OFFLINE" in failure(name)
-
-
-def test_offline_a_shard_that_the_cache_lacks_is_named(
-    hub: Hub,
-    sharded: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_offline_what_is_not_there_cannot_be_had_and_is_named(hub, sharded, monkeypatch, capsys):
     hub.add("org/name", sharded)
     resolved = fetch("org/name")
     shard = "model-00002-of-00002.safetensors"
     (resolved.path / shard).unlink()
     hub.asked.clear()
     go_offline(monkeypatch)
+    for name in ("org/other", "org/name@dev", f"org/name@{resolved.commit}"):
+        assert "HF_HUB_OFFLINE" in failure(name)
     with pytest.raises(InputError) as caught:
         resolve(Path("org/name"), verbose=True)
     how = f"hf download org/name {shard} --revision {resolved.commit}"
@@ -337,7 +275,7 @@ def test_offline_a_shard_that_the_cache_lacks_is_named(
     assert capsys.readouterr().err == ""
 
 
-def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
+def test_no_connection(hub, single):
     hub.add("org/name", single)
     resolved = fetch("org/name")
     hub.stop()
@@ -353,7 +291,7 @@ def test_no_connection(hub: Hub, single: dict[str, bytes]) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_no_such_model_or_revision(hub: Hub, single: dict[str, bytes]) -> None:
+def test_no_such_model_or_revision(hub, single):
     hub.add("org/name", single)
     assert "HF_TOKEN" in failure("org/nmae")
     for revision in ("v9", "0" * 40):
@@ -364,9 +302,7 @@ def test_no_such_model_or_revision(hub: Hub, single: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     ("status", "place"), [(401, "/api/models/org/name"), (403, "/org/name/resolve")]
 )
-def test_models_that_not_everybody_gets(
-    hub: Hub, single: dict[str, bytes], status: int, place: str, code: str
-) -> None:
+def test_models_that_not_everybody_gets(hub, single, status, place, code):
     hub.add("org/name", single)
     hub.refusals[place] = (status, code)
     message = failure("org/name")
@@ -376,7 +312,7 @@ def test_models_that_not_everybody_gets(
 
 
 @pytest.mark.parametrize("place", ["/api/models/org/name", "/large"])
-def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> None:
+def test_a_hub_out_of_order(hub, single, place):
     commit = hub.add("org/name", single)
     hub.refusals[place] = (500, "")
     assert "(500)" in failure("org/name")
@@ -384,10 +320,8 @@ def test_a_hub_out_of_order(hub: Hub, single: dict[str, bytes], place: str) -> N
     assert fetch("org/name").commit == commit
 
 
-def test_a_cache_that_cannot_take_it(
-    hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(*_: object, **__: object) -> None:
+def test_a_cache_that_cannot_take_it(hub, single, monkeypatch):
+    def write(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/cache/blobs/1.incomplete")
 
     hub.add("org/name", single)
@@ -413,13 +347,8 @@ def test_a_cache_that_cannot_take_it(
     ],
 )
 def test_faults_of_this_machine_come_before_the_hub_is_asked(
-    hub: Hub,
-    sharded: dict[str, bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    message: str,
-) -> None:
+    hub, sharded, tmp_path, monkeypatch, fault, message
+):
     hub.add("org/name", sharded)
     monkeypatch.chdir(tmp_path)
     here = tmp_path / "here"
@@ -440,8 +369,8 @@ def test_faults_of_this_machine_come_before_the_hub_is_asked(
 
 
 def test_an_output_that_may_be_replaced_does_not_keep_models_from_being_fetched(
-    hub: Hub, sharded: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, sharded, tmp_path, monkeypatch
+):
     hub.add("org/name", sharded)
     monkeypatch.chdir(tmp_path)
     asked = {"base": "org/name", "models": [save(tmp_path / "m.safetensors", WEIGHTS)]}

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from ranges import PLACES, DeltaArrays, Ranged
+from ranges import DeltaArrays, Ranged
 
 import dare
 from dare.errors import InputError, MismatchError
@@ -74,13 +72,6 @@ def test_any_range_is_what_torch_has_there(monkeypatch, chain, span):
     for index in range(size):
         name, place = pieces.locate(index)
         assert values[name][place] == flat[index]
-
-
-@given(st.sampled_from(sorted(CHAINS)), PLACES, PLACES)
-def test_ranges_at_random(chain, one, other):
-    pieces, shape = record(CHAINS[chain])
-    expected = CHAINS[chain](A, B).contiguous().numpy().tobytes()
-    Ranged(source_of(pieces, shape), {"made": expected}).check("made", one, other)
 
 
 def test_only_a_whole_tensor_in_its_order_has_an_origin():

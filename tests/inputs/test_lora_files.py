@@ -39,16 +39,22 @@ def changes(folder, base, lora, metadata=None):
     save_file(base, folder / "base.safetensors")
     save_file(lora, folder / "lora.safetensors", metadata)
     given = {"output": folder / "out.safetensors", "method": "linear", "verbose": False}
-    plan = dare.plan(
-        dare.Request.of(
-            base=folder / "base.safetensors", models=[folder / "lora.safetensors"], **given
-        )
-    )
+    files = {"base": folder / "base.safetensors", "models": [folder / "lora.safetensors"]}
+    plan = dare.plan(**files, **given)
     dare.merge(plan)
     merged = load_file(folder / "out.safetensors")
     assert merged.keys() == base.keys()
     found = {n: np.float64(v) - base[n] for n, v in merged.items() if (v != base[n]).any()}
     return found, [note.code for note in (*plan.notes, *plan.warnings)]
+
+
+def check(folder, base, lora, expected, metadata=None):
+    """Compare the changes by a LoRA file with those that are expected; return the notes."""
+    found, notes = changes(folder, base, lora, metadata)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-5, err_msg=name)
+    return notes
 
 
 KOHYA = {
@@ -81,11 +87,7 @@ def test_the_blocks_of_stable_diffusion_are_found(tmp_path):
                 prefix + module, shapes[name], down=down, up=up, seed=number
             )
             lora |= pair
-    found, notes = changes(tmp_path, base_of(shapes), lora)
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        np.testing.assert_allclose(value, expected[name], atol=1e-5, err_msg=name)
-    assert "modules_left_out" not in notes
+    assert "modules_left_out" not in check(tmp_path, base_of(shapes), lora, expected)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,8 @@ def test_settings_that_diffusers_notes_are_followed(tmp_path):
     ]
     noted = {"transformer.r": 2, "transformer.lora_alpha": 6, "transformer.alpha_pattern": {"k": 1}}
     metadata = {"lora_adapter_metadata": json.dumps(noted)}
-    found, _ = changes(tmp_path, base, loras[0][0] | loras[1][0], metadata)
-    np.testing.assert_allclose(found["blocks.0.q.weight"], 3 * loras[0][1], atol=1e-5)
-    np.testing.assert_allclose(found["blocks.0.k.weight"], 0.5 * loras[1][1], atol=1e-5)
+    expected = {"blocks.0.q.weight": 3 * loras[0][1], "blocks.0.k.weight": 0.5 * loras[1][1]}
+    check(tmp_path, base, loras[0][0] | loras[1][0], expected, metadata)
 
 
 OPENCLIP = "conditioner.embedders.1.model.transformer.resblocks.0."
@@ -148,9 +149,7 @@ def test_modules_that_are_packed_change_their_rows(tmp_path, tensor):
         pair, product = factors(module, (rows, base[tensor].shape[1]), seed=10 * number)
         lora |= pair
         expected[row : row + rows] = product
-    found, _ = changes(tmp_path, base, lora)
-    assert list(found) == [tensor]
-    np.testing.assert_allclose(found[tensor], expected, atol=1e-5)
+    check(tmp_path, base, lora, {tensor: expected})
 
 
 def test_parts_that_the_base_lacks_are_left_out_with_a_note(tmp_path):
@@ -165,9 +164,8 @@ def test_parts_that_the_base_lacks_are_left_out_with_a_note(tmp_path):
 def test_components_in_one_source_are_told_apart(tmp_path):
     shapes = text_encoder("text_model")
     base = base_of(shapes, "text_encoder/") | base_of(shapes, "text_encoder_2/")
-    base |= base_of({"conv_in.weight": (8, 4, 3, 3)}, "unet/") | base_of(
-        {"conv_in.weight": (8, 4, 3, 3)}, "vae/"
-    )
+    for network in ("unet/", "vae/"):
+        base |= base_of({"conv_in.weight": (8, 4, 3, 3)}, network)
     lora = factors("lora_te2_text_model_encoder_layers_0_mlp_fc2", (6, 24))[0]
     lora |= factors("lora_unet_conv_in", (8, 4, 3, 3))[0]
     found, _ = changes(tmp_path, base, lora)
@@ -179,13 +177,7 @@ def test_components_in_one_source_are_told_apart(tmp_path):
 
 PAIR = factors("lora_unet_conv_in", (8, 4, 3, 3))[0]
 LYCORIS = [
-    "hada_w1_a",
-    "lokr_w1",
-    "oft_blocks",
-    "on_input",
-    "dora_scale",
-    "lora_mid.weight",
-    "diff",
+    *("hada_w1_a", "lokr_w1", "oft_blocks", "on_input", "dora_scale", "lora_mid.weight", "diff"),
 ]
 
 
@@ -219,6 +211,4 @@ def test_modules_of_flux_are_found_by_their_own_names(tmp_path):
     shapes = flux()
     name = next(name for name in shapes if name.endswith("double_blocks.0.img_attn.qkv.weight"))
     lora, product = factors("lora_unet_double_blocks_0_img_attn_qkv", shapes[name])
-    found, _ = changes(tmp_path, base_of(shapes), lora)
-    np.testing.assert_allclose(found[name], product, atol=1e-5)
-    assert list(found) == [name]
+    check(tmp_path, base_of(shapes), lora, {name: product})

@@ -52,32 +52,24 @@ def test_names_that_fit_are_left_alone():
     assert matched(base, ones(*BODY, "model.extra")) == (sorted([*BODY, "model.extra"]), [])
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [({}, {"tie_word_embeddings": True}), ({"tie_word_embeddings": True}, {})],
-)
-def test_a_tied_head_is_the_embedding(configs):
-    names, notes = matched(ones(EMBED, HEAD), ones(EMBED), *configs)
-    assert names == sorted([EMBED, HEAD])
-    assert [note[:2] for note in notes] == [("tied_head", "math")]
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize(
-    "configs",
+    ("base", "model", "configs", "names", "codes"),
     [
-        ({}, {}),
-        ({}, {"tie_word_embeddings": False}),
-        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+        ([EMBED, HEAD], [EMBED], ({}, TIED), [EMBED, HEAD], ["tied_head"]),
+        ([EMBED, HEAD], [EMBED], (TIED, {}), [EMBED, HEAD], ["tied_head"]),
+        ([EMBED, HEAD], [EMBED], ({}, {}), [EMBED], []),  # the head is missing
+        ([EMBED, HEAD], [EMBED], ({}, UNTIED), [EMBED], []),
+        ([EMBED, HEAD], [EMBED], (TIED, UNTIED), [EMBED], []),
+        ([EMBED], [EMBED, HEAD], ({}, TIED), [EMBED], ["tied_head"]),
     ],
 )
-def test_a_head_that_is_not_tied_is_missing(configs):
-    assert matched(ones(EMBED, HEAD), ones(EMBED), *configs) == ([EMBED], [])
-
-
-def test_a_tied_head_that_only_the_model_stores_is_left_out():
-    names, notes = matched(ones(EMBED), ones(EMBED, HEAD), {}, {"tie_word_embeddings": True})
-    assert names == [EMBED]
-    assert [note[:2] for note in notes] == [("tied_head", "math")]
+def test_a_head_is_the_embedding_if_it_is_tied(base, model, configs, names, codes):
+    found, notes = matched(ones(*base), ones(*model), *configs)
+    assert found == sorted(names)
+    assert [note[0] for note in notes] == codes
 
 
 def model_folder(folder, arrays, **config):

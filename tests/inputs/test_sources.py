@@ -39,26 +39,17 @@ def contents(path) -> dict[str, bytes]:
 # ---------------------------------------------------------------- what a path may be
 
 
-def test_a_file_is_a_source(tmp_path):
-    path = save(tmp_path / "m.safetensors", {"w": W, "n": N})
-    source = open_source(path)
-    assert source.files.keys() == {path}
-    assert source.tensors["w"].shape == (2, 3)
-    assert contents(str(path)) == {"w": W.tobytes(), "n": N.tobytes()}
-
-
-def test_a_directory_with_model_safetensors_is_a_source(tmp_path):
-    path = save(tmp_path / "model.safetensors", {"w": W})
+def test_a_file_a_directory_and_shards_are_sources(tmp_path):
+    path = save(tmp_path / "model.safetensors", {"w": W, "n": N})
     save(tmp_path / "training_args.safetensors", {"other": N})
-    assert open_source(tmp_path).files.keys() == {path}
-    assert contents(tmp_path) == {"w": W.tobytes()}
-
-
-def test_a_sharded_directory_is_a_source(tmp_path):
+    for given in (path, tmp_path):
+        assert open_source(given).files.keys() == {path}
+        assert open_source(given).tensors["w"].shape == (2, 3)
+        assert contents(str(given)) == {"w": W.tobytes(), "n": N.tobytes()}
     arrays = {name: np.full(3, number, np.float32) for number, name in enumerate("abcde")}
-    save_shards(tmp_path, arrays, 3)
-    assert len(open_source(tmp_path).files) == 3
-    assert contents(tmp_path) == {name: array.tobytes() for name, array in arrays.items()}
+    save_shards(tmp_path / "shards", arrays, 3)
+    assert len(open_source(tmp_path / "shards").files) == 3
+    assert contents(tmp_path / "shards") == {n: array.tobytes() for n, array in arrays.items()}
 
 
 def test_a_shard_may_be_a_link_to_a_file_elsewhere(tmp_path):
@@ -70,20 +61,6 @@ def test_a_shard_may_be_a_link_to_a_file_elsewhere(tmp_path):
 
 
 # ---------------------------------------------------------------- paths that lead nowhere
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["pytorch_model.bin"], f"has no safetensors file and no {INDEX_NAME}"),
-        (["a.safetensors", "b.safetensors"], f"has 2 safetensors files and no {INDEX_NAME}"),
-    ],
-)
-def test_a_directory_that_does_not_say_which_file_is_refused(tmp_path, names, message):
-    for name in names:
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(InputError, match=message):
-        open_source(tmp_path)
 
 
 OPEN_AS_NOBODY = """
@@ -112,13 +89,8 @@ def test_what_may_not_be_read_is_refused(tmp_path, closed, message):
     tmp_path.chmod(0o755)
     (tmp_path / closed).chmod(0)
     try:
-        found = subprocess.run(
-            [sys.executable, "-c", OPEN_AS_NOBODY, "folder"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = [sys.executable, "-c", OPEN_AS_NOBODY, "folder"]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     finally:
         (tmp_path / closed).chmod(0o755)
     assert found.stdout.strip().endswith(message)
@@ -127,23 +99,35 @@ def test_what_may_not_be_read_is_refused(tmp_path, closed, message):
 # ---------------------------------------------------------------- hostile and broken indexes
 
 
+ELSEWHERE = ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", ".", "..", "a/", 5, None, {}]
+IMPOSSIBLE = ["a\0.safetensors", "\ud800.safetensors", "a" * 5000]  # as names of files
+IN_FOLDER = "w is in .*must be a file in the same"
+
+
 @pytest.mark.parametrize(
-    "shard",
-    ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", ".", "..", "a/", 5, None, ["a"], {}],
+    ("weight_map", "message"),
+    [
+        *(({"v": "a.safetensors", "w": place}, IN_FOLDER) for place in ELSEWHERE),
+        *(({"w": name}, "model/") for name in IMPOSSIBLE),
+        ({"w": "a.safetensors", "n": "a.safetensors", "z": "a.safetensors"}, "lacks n and 1 more"),
+        ({"w": "a.safetensors", "n": "b.safetensors"}, "b.safetensors also holds w"),
+        ({"w": "a.safetensors", "n": "c.safetensors"}, "c.safetensors: no such file"),
+        ({"w": "folder.safetensors"}, "folder.safetensors: is not an ordinary file"),
+        ({"w": "d.safetensors"}, r"d.safetensors: w: unknown dtype 'F33'"),
+        (None, f"has 3 safetensors files and no {INDEX_NAME}"),
+    ],
 )
-def test_a_shard_that_is_not_a_file_in_the_folder_is_refused(tmp_path, shard):
+def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path, weight_map, message):
     save(tmp_path / "x.safetensors", {"w": W})
-    save(tmp_path / "model" / "a.safetensors", {"n": N})
-    write_index(tmp_path / "model", {"n": "a.safetensors", "w": shard})
-    with pytest.raises(HeaderError, match=r"w is in .*must be a file in the same"):
-        open_source(tmp_path / "model")
-
-
-@pytest.mark.parametrize("shard", ["a\0.safetensors", "\ud800.safetensors", "a" * 5000])
-def test_a_shard_whose_name_no_file_can_have_is_refused(tmp_path, shard):
-    write_index(tmp_path, {"w": shard})
-    with pytest.raises(InputError):
-        open_source(tmp_path)
+    folder = tmp_path / "model"
+    save(folder / "a.safetensors", {"w": W})
+    save(folder / "b.safetensors", {"n": N, "w": W})
+    (folder / "d.safetensors").write_bytes(file_bytes({"w": entry("F33", [1], 0, 1)}, b"a"))
+    if weight_map is not None:
+        (folder / "folder.safetensors").mkdir()
+        write_index(folder, weight_map)
+    with pytest.raises(InputError, match=message):
+        open_source(folder)
 
 
 @pytest.mark.parametrize(
@@ -151,26 +135,10 @@ def test_a_shard_whose_name_no_file_can_have_is_refused(tmp_path, shard):
     [b"", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"x":' + b"9" * 5000, b'{"weight_map": []}'],
 )
 def test_an_index_that_is_no_json_with_a_weight_map_is_refused(tmp_path, text):
+    with pytest.raises(InputError, match=f"has no safetensors file and no {INDEX_NAME}"):
+        open_source(tmp_path)
     (tmp_path / INDEX_NAME).write_bytes(text)
     with pytest.raises(HeaderError, match=f"{INDEX_NAME}: .*weight_map"):
-        open_source(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"w": "a.safetensors", "n": "a.safetensors", "z": "a.safetensors"}, "lacks n and 1 more"),
-        ({"w": "a.safetensors", "n": "b.safetensors"}, "b.safetensors also holds w"),
-        ({"w": "a.safetensors", "n": "c.safetensors"}, "c.safetensors: no such file"),
-        ({"w": "folder.safetensors"}, "folder.safetensors: is not an ordinary file"),
-    ],
-)
-def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path, weight_map, message):
-    save(tmp_path / "a.safetensors", {"w": W})
-    save(tmp_path / "b.safetensors", {"n": N, "w": W})
-    (tmp_path / "folder.safetensors").mkdir()
-    write_index(tmp_path, weight_map)
-    with pytest.raises(InputError, match=message):
         open_source(tmp_path)
 
 
@@ -178,13 +146,6 @@ def test_an_index_of_absurd_size_is_refused_without_being_read(tmp_path, monkeyp
     monkeypatch.setattr("dare.inputs.shards.MAX_INDEX_BYTES", 1000)
     write_index(tmp_path, {"w" * 1000: "a.safetensors"})
     with pytest.raises(HeaderError, match="larger than 1000 bytes"):
-        open_source(tmp_path)
-
-
-def test_a_hostile_shard_is_named(tmp_path):
-    (tmp_path / "a.safetensors").write_bytes(file_bytes({"w": entry("F33", [1], 0, 1)}, b"a"))
-    write_index(tmp_path, {"w": "a.safetensors"})
-    with pytest.raises(HeaderError, match=r"a.safetensors: w: unknown dtype 'F33'"):
         open_source(tmp_path)
 
 
@@ -308,13 +269,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 10
 @pytest.mark.parametrize(
     "name",
     [
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "model-00001-of-00001.safetensors",
-        "config.json",
-        "model.gguf",
-        "pytorch_model.bin",
-        "adapter_config.json",
+        *("model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"),
+        *("config.json", "model.gguf", "pytorch_model.bin", "adapter_config.json"),
         "adapter_model.safetensors",
     ],
 )

@@ -20,7 +20,7 @@ from dare.stores import reading
 from dare.stores.locations import StorePath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.header import build_header
-from file_server import Files, Hollow
+from file_server import Hollow
 from helpers import read_tensor, save, save_shards, sha256
 
 CONFIG = {"model_type": "tiny", "architectures": ["Tiny"]}
@@ -32,14 +32,14 @@ SHAPES = {
 }
 
 
-def arrays(seed: int, base: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+def arrays(seed, base=None):
     random = np.random.default_rng(seed)
     noise = {n: random.standard_normal(s).astype(np.float32) * 0.01 for n, s in SHAPES.items()}
     return {n: (v + (base[n] if base else 0)).astype(np.float16) for n, v in noise.items()}
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Path:
+def models(tmp_path):
     """A directory in shards, a file, and a directory with one file, in a folder."""
     base = arrays(0)
     folder = save_shards(tmp_path / "in" / "base", base, 3)
@@ -51,20 +51,20 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def recipe(models: Path, output: Path, places: dict[str, str] | None = None, **more) -> Recipe:
+def recipe(models, output, places=None, **more):
     """A merge of all three, of which some lie elsewhere."""
     names = ("base", "math.safetensors", "code")
     base, *tuned = ((places or {}).get(name, models / name) for name in names)
     return Request.of(base=base, models=tuned, output=output, verbose=False, **more)
 
 
-def served(web: Files, models: Path) -> dict[str, str]:
+def served(web, models):
     """All of them on the web."""
     url = web.add_folder("in", models)
     return {name: f"{url}/{name}" for name in ("base", "math.safetensors", "code")}
 
 
-def files_of(folder: Path) -> dict[str, str]:
+def files_of(folder):
     return {
         path.name: sha256(path)
         for path in folder.iterdir()
@@ -339,7 +339,7 @@ def test_the_command_line_takes_addresses_and_shows_no_secret(
     web.key = "sig=topsecret"
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> tuple[int, str, str]:
+    def run(*words):
         status = main(list(words))
         shown = capsys.readouterr()
         assert "topsecret" not in shown.out + shown.err

@@ -45,10 +45,20 @@ def merged(base, *models, **settings):
     return dare.merge_arrays(base, models, **{**HALF, **settings})[0]
 
 
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [
+        ("dare+linear", {"dare": {"drop_rate": 0.5}}),
+        ("trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}),
+        ("dare+trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}),
+        *((method, {}) for method in ("dare+ties", "star+linear", "slerp", "della+linear")),
+    ],
+)
 @pytest.mark.parametrize("copy", [True, False], ids=["equal bytes", "one array"])
-def test_a_tied_head_gets_the_mask_of_its_embedding(copy):
-    result = merged(*(twice(seed, HEAD, copy=copy) for seed in (1, 2, 3)))
-    expected = merged(*map(once, (1, 2, 3)))
+def test_a_tied_head_gets_what_its_embedding_gets(copy, method, stages):
+    settings = {"method": method, "stages": stages}
+    result = merged(*(twice(seed, HEAD, copy=copy) for seed in (1, 2, 3)), **settings)
+    expected = merged(*map(once, (1, 2, 3)), **settings)
     assert result[HEAD].tobytes() == result[EMBED].tobytes()
     assert all(result[name].tobytes() == expected[name].tobytes() for name in expected)
 
@@ -69,28 +79,6 @@ def test_one_model_whose_head_is_another_makes_them_two():
     assert result[HEAD].tobytes() != result[EMBED].tobytes()
     lone = merged({HEAD: base[HEAD]}, {HEAD: tuned[HEAD]}, {HEAD: random(64, 16, seed=9)})
     assert result[HEAD].tobytes() == lone[HEAD].tobytes()
-
-
-# ---------------------------------------------------------------- stages
-
-
-@pytest.mark.parametrize(
-    ("method", "stages"),
-    [
-        ("trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}),
-        ("dare+trim+linear", {"trim": {"keep_ratio": 0.3, "scope": "model"}}),
-        ("dare+ties", {}),
-        ("star+linear", {}),
-        ("slerp", {}),
-        ("della+linear", {}),
-    ],
-)
-def test_every_stage_treats_both_names_alike(method, stages):
-    settings = {"method": method, "stages": stages}
-    result = merged(*(twice(seed, HEAD) for seed in (1, 2, 3)), **settings)
-    expected = merged(*map(once, (1, 2, 3)), **settings)
-    assert result[HEAD].tobytes() == result[EMBED].tobytes()
-    assert all(result[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
 def test_a_rule_for_the_second_name_alone_has_no_effect_and_that_is_said():
@@ -223,6 +211,9 @@ def base_folder(path, *, stores_both):
     return path
 
 
+SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stores_both", [True, False])
 @pytest.mark.parametrize(
@@ -232,14 +223,7 @@ def base_folder(path, *, stores_both):
         ({"target_modules": ["lm_head"]}, False),
         ({"target_modules": ["embed_tokens", "lm_head"]}, False),
         ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, True),
-        (
-            {
-                "target_modules": ["q_proj"],
-                "modules_to_save": ["embed_tokens"],
-                "ensure_weight_tying": True,
-            },
-            True,
-        ),
+        ({**SAVED, "ensure_weight_tying": True}, True),
     ],
 )
 def test_an_adapter_of_a_tied_tensor_gives_what_peft_gives(tmp_path, config, is_one, stores_both):

@@ -89,7 +89,8 @@ def main_type(tensors: Iterable[Described]) -> StorageType | None:
     """Return the storage type that most weights of an output have.
 
     >>> from dare.tensors.dtypes import STORAGE_TYPES
-    >>> main_type([("a", STORAGE_TYPES["BF16"], (8, 8)), ("b", STORAGE_TYPES["F32"], (8,))]).name
+    >>> shapes = {"BF16": (8, 8), "F32": (8,), "I64": (99,)}
+    >>> main_type((name, STORAGE_TYPES[name], shape) for name, shape in shapes.items()).name
     'BF16'
     """
     elements: Counter[StorageType] = Counter()
