@@ -8,6 +8,7 @@ import pytest
 import dare
 from dare import DareWarning, InputError, OutputError, RecipeError
 from dare.cli import main
+from dare.output.output import Output
 from dare.output.sink import FileSink
 from dare.output.slices import GoneError, OneSlice
 from dare.planning.slices import Division, Slice
@@ -73,20 +74,17 @@ def slice_output(recipe, text):
     return open_output(work, part=work.part)
 
 
-def stopped(recipe, text, monkeypatch, after):
-    """Run a slice that fails after some writes, as a disk would."""
-    count = 0
-    real = FileSink.write
+def stopped(recipe, text):
+    """Run a slice that stops after a chunk."""
+    real = Output.record
 
-    def failing(self, name, offset, data):
-        nonlocal count
-        count += 1
-        if count > after:
+    def failing(self, records):
+        real(self, records[:1])
+        if records:
             raise OutputError("the disk is full (injected)")
-        real(self, name, offset, data)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSink, "write", failing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Output, "record", failing)
         with pytest.raises(OutputError, match="injected"):
             dare.merge_slice(recipe, text)
 
@@ -138,33 +136,25 @@ def test_the_manifest_is_that_of_one_process(tmp_path):
 # ---------------------------------------------------------------- interrupted
 
 
-def test_a_slice_that_failed_goes_on_where_it_stopped(tmp_path, expected, monkeypatch):
-    recipe = recipe_for(tmp_path)
-    stopped(recipe, "1/2", monkeypatch, after=1)
-    assert dare.merge_slice(recipe, "2/2").unfinished == (1,)
-    done = dare.merge_slice(recipe, "1/2")
-    assert 0 < done.resumed_chunks < done.chunks
-    assert done.report.resumed_chunks == done.resumed_chunks
-    assert sha256(recipe.recipe.output) == expected("dare+linear")
-
-
 @pytest.mark.parametrize("method", ["dare+linear", "trim+ties"])
-def test_a_merge_without_slices_goes_on_from_all_journals(tmp_path, expected, monkeypatch, method):
+@pytest.mark.parametrize("then", ["the same", "a merge without slices", "another number"])
+def test_what_slices_have_done_counts(tmp_path, expected, method, then):
     recipe = recipe_for(tmp_path, method)
-    stopped(recipe, "3/3", monkeypatch, after=1)
-    done = dare.merge_slice(recipe, "2/3").chunks
-    assert dare.merge(recipe).resumed_chunks > done
+    stopped(recipe, "1/2")
+    second = dare.merge_slice(recipe, "2/2")
+    assert second.unfinished == (1,)
+    if then == "the same":
+        done = dare.merge_slice(recipe, "1/2")
+        assert 0 < done.resumed_chunks < done.chunks
+        assert done.report.resumed_chunks == done.resumed_chunks
+    elif then == "another number":
+        reports = [dare.merge_slice(recipe, f"{n}/3") for n in (1, 2, 3)]
+        assert sum(report.resumed_chunks for report in reports) == second.chunks + 1
+        assert reports[-1].report is not None
+    else:
+        assert dare.merge(recipe).resumed_chunks == second.chunks + 1
     assert sha256(recipe.recipe.output) == expected(method)
     assert not partial(recipe).exists()
-
-
-def test_another_number_of_slices_goes_on_when_none_is_running(tmp_path, expected):
-    recipe = recipe_for(tmp_path)
-    done = dare.merge_slice(recipe, "1/2").chunks
-    reports = [dare.merge_slice(recipe, f"{n}/3") for n in (1, 2, 3)]
-    assert sum(report.resumed_chunks for report in reports) == done
-    assert reports[-1].report is not None
-    assert sha256(recipe.recipe.output) == expected("dare+linear")
 
 
 def test_a_publication_that_failed_is_made_good_by_finish(tmp_path, expected, monkeypatch):
@@ -208,11 +198,10 @@ def test_finish_says_which_slices_are_missing_and_leaves_all_as_it_is(tmp_path, 
     recipe = recipe_for(tmp_path)
     for number in (1, 3):
         dare.merge_slice(recipe, f"{number}/4")
-    before = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
+    before = {file: file.read_bytes() for file in partial(recipe).iterdir()}
     with pytest.raises(OutputError, match=r"2/4, 4/4; run"):
         dare.finish(recipe)
-    after = {name: (partial(recipe) / name).read_bytes() for name in listing(partial(recipe))}
-    assert before == after
+    assert before == {file: file.read_bytes() for file in partial(recipe).iterdir()}
     dare.merge_slice(recipe, "2/4")
     assert dare.merge_slice(recipe, "4/4").report is not None
     assert sha256(recipe.recipe.output) == expected("dare+linear")
