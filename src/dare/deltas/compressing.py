@@ -69,7 +69,7 @@ from dare.output.sink import PieceSink
 from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.plan import Plan
 from dare.recipe.recipe import Request, TensorRule
-from dare.run.engine import Receipt, Run, Work, run, warn
+from dare.run.engine import Receipt, Work, run, warn
 from dare.run.nested import open_recipe, plan_inputs
 from dare.run.worker import MakeCoder
 from dare.stages import find_stage
@@ -211,10 +211,10 @@ class Compression(Work[DeltaReport]):
         self._sink = PieceSink(publisher.folder, self.target, chunks)
         return self._sink
 
-    def carry_out(self, run: Run) -> Sequence[Record]:
-        return run.execute(self.plan, make_coder=self.make_coder)
+    def carry_out(self) -> Sequence[Record]:
+        return self.execute(make_coder=self.make_coder)
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[DeltaReport]:
+    def conclude(self, records: Sequence[Record]) -> Receipt[DeltaReport]:
         plan = self.plan
         notes = self._assemble(group_by_tensor(records))
         # a lossless file is planned from the model's side
@@ -226,19 +226,19 @@ class Compression(Work[DeltaReport]):
             bytes_read=plan.cost.bytes_read,
             bytes_written=self._sink.size,
             model_bytes=sum(file.stat().st_size for file in model.files),
-            resumed_chunks=len(run.output.resumed),
-            seconds=run.seconds,
+            resumed_chunks=len(self.output.resumed),
+            seconds=self.seconds,
             notes=plan.notes,
-            warnings=(*plan.warnings, *run.noticed),
+            warnings=(*plan.warnings, *self.noticed),
         )
         report = replace(report, warnings=(*report.warnings, *_size_and_error(report)))
         ((name, (unchecked, _)),) = self._sink.layout.build(_metadata(notes)).items()
         checked = replace(notes, check=bytes_digest(unchecked))
         return Receipt(report, {name: _metadata(checked)}, self._manifest(notes, report))
 
-    def end(self, run: Run, report: DeltaReport, problems: Sequence[str]) -> DeltaReport:
+    def end(self, report: DeltaReport, problems: Sequence[str]) -> DeltaReport:
         del problems
-        warn(self.plan, [found for found in report.warnings if found not in run.noticed])
+        warn(self.plan, [found for found in report.warnings if found not in self.noticed])
         return report
 
     def _manifest(self, notes: DeltaNotes, report: DeltaReport) -> dict[str, Any]:

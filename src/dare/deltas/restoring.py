@@ -25,7 +25,7 @@ from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME
 from dare.planning.data import Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.recipe import ModelEntry, Request
-from dare.run.engine import Receipt, Run, Work, run
+from dare.run.engine import Receipt, Work, run
 from dare.stages import find_stage
 from dare.stores.locations import to_path
 from dare.tensors.chunks import bytes_digest, tensor_digest
@@ -145,7 +145,7 @@ class Restore(Work[Restoration]):
     def inputs(self) -> Iterable[Path]:
         return [*self._source.files, *self._source.base.files]
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[Restoration]:
+    def conclude(self, records: Sequence[Record]) -> Receipt[Restoration]:
         file, cost, output = self._file, self.plan.cost, self.layout.target
         _check(file, records)
         report = Restoration(
@@ -153,8 +153,8 @@ class Restore(Work[Restoration]):
             digest=file.notes.model,
             bytes_read=cost.bytes_read,
             bytes_written=cost.bytes_written,
-            resumed_chunks=len(run.output.resumed),
-            seconds=run.seconds,
+            resumed_chunks=len(self.output.resumed),
+            seconds=self.seconds,
         )
         manifest = {
             "restored": portable_path(file.path, output),
@@ -167,7 +167,7 @@ class Restore(Work[Restoration]):
             with TemporaryDirectory() as folder:
                 file.fill_folder(Path(folder), self._home if self._home.is_dir() else None)
                 beside = {p.relative_to(folder).as_posix(): p for p in Path(folder).rglob("*")}
-                run.output.add_files({n: path for n, path in beside.items() if path.is_file()})
+                self.output.add_files({n: path for n, path in beside.items() if path.is_file()})
         return Receipt(report, {name: {} for name in self.layout.files}, manifest)
 
 

@@ -48,7 +48,7 @@ from dare.lora.writing import (
     peft_config,
 )
 from dare.output.receipt import portable_path, short_name
-from dare.run.engine import Run, run
+from dare.run.engine import run
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, weight_type
 from dare.tensors.header import TensorInfo
@@ -183,7 +183,7 @@ class Extract(AdapterWork[ExtractionReport]):
         inputs = [*self.change.base.files, *self.change.model.files]
         super().__init__(self.target, weight_type(self.how["dtype"]), inputs)
 
-    def fill(self, run: Run) -> Made[ExtractionReport]:
+    def fill(self) -> Made[ExtractionReport]:
         change = self.change
         with hold_open([change.base, change.model], checks=True):
             extracted = tuple(self._extract())
@@ -202,7 +202,7 @@ class Extract(AdapterWork[ExtractionReport]):
             modules=extracted,
             notes=(*change.notes, *equal),
             bytes_written=self.bytes_written,
-            seconds=run.seconds,
+            seconds=self.seconds,
             saved=tuple(sorted(change.places[tensor].name for tensor in saved)),
             left_out=tuple(left_out),
         )

@@ -62,7 +62,7 @@ from dare.planning.plan import Plan
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.recipe.settings import overlaid, parameter_names
-from dare.run.engine import Run, draw_conclusions, execute, run
+from dare.run.engine import draw_conclusions, execute, run
 from dare.run.nested import plan_inputs
 from dare.stores.locations import to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
@@ -269,7 +269,7 @@ class MergeAdapters(AdapterWork[AdapterReport]):
         super().__init__(target, plan.dtype, inputs)
         self._plan = plan
 
-    def fill(self, run: Run) -> Made[AdapterReport]:
+    def fill(self) -> Made[AdapterReport]:
         plan, modules = self._plan, []
         for module, parts, bias in _summed(plan) if plan.is_stacked else _by_engine(plan):
             merged = join_experts(parts)
@@ -291,7 +291,7 @@ class MergeAdapters(AdapterWork[AdapterReport]):
             modules=tuple(modules),
             notes=(*plan.notes, *left_out),
             bytes_written=self.bytes_written,
-            seconds=run.seconds,
+            seconds=self.seconds,
             method=plan.method,
             route=plan.route,
             adapters=plan.names,

@@ -34,7 +34,7 @@ from dare.output.output import Identity, Publisher
 from dare.output.receipt import without_folders
 from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
-from dare.run.engine import Receipt, Run, Work
+from dare.run.engine import Receipt, Work
 from dare.tensors.dtypes import StorageType
 
 PREFIX = "base_model.model."
@@ -217,7 +217,7 @@ class AdapterWork(Work[AnyReport]):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, list[tuple[int, int] | bytes]] = {}
 
-    def fill(self, run: Run) -> Made[AnyReport]:
+    def fill(self) -> Made[AnyReport]:
         """Put all tensors; return the report, and what tells how it was made."""
         raise NotImplementedError
 
@@ -249,11 +249,11 @@ class AdapterWork(Work[AnyReport]):
         self._sink = PieceSink(publisher.folder, self.layout.target, {})
         return self._sink
 
-    def take_over(self, run: Run) -> None:
+    def take_over(self) -> None:
         """Begin anew, always."""
 
-    def carry_out(self, run: Run) -> Sequence[Record]:
-        self._made: Made[AnyReport] = self.fill(run)
+    def carry_out(self) -> Sequence[Record]:
+        self._made: Made[AnyReport] = self.fill()
         wrappers = find_wrappers(self._made[1]["target_parameters"] or ())
         names = {key: _wrapped(key, wrappers) for key in self._shapes}
         shapes = sorted((names[key], shape) for key, shape in self._shapes.items())
@@ -263,8 +263,8 @@ class AdapterWork(Work[AnyReport]):
         self._sink.assemble(layout, METADATA, stored)
         return ()
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[AnyReport]:
-        del run, records  # nothing is resumed
+    def conclude(self, records: Sequence[Record]) -> Receipt[AnyReport]:
+        del records  # nothing is resumed
         report, config, how = self._made
         known = [parent for file in self.inputs for parent in (file, file.parent)]
         portable = (n.with_texts(lambda t: without_folders(t, known)) for n in report.notes)

@@ -50,7 +50,7 @@ from dare.planning.slices import MOST_SLICES, Division, Share
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.settings import moved
-from dare.run.engine import Run, do_census_steps, execute
+from dare.run.engine import Work, do_census_steps, execute
 from dare.run.nested import plan_request
 from dare.run.threads import Id, Step
 from dare.run.worker import Conclude, Observe, Progress, list_census_steps, repeat_conclusion
@@ -398,11 +398,12 @@ def check_for_cluster(plan: Plan) -> None:
         )
 
 
-def execute_on_cluster(plan: Plan, run: Run) -> list[Record]:
+def execute_on_cluster(merge: Work[Any]) -> list[Record]:
     """Have a cluster merge what is not done yet; return the records of all chunks."""
-    options, cost, output, progress = plan.options, plan.cost, run.output, run.meter.advance
+    plan, output, progress = merge.plan, merge.output, merge.meter.advance
+    options, cost = plan.options, plan.cost
     assert options.cluster is not None
-    run.announce(f"merging on the cluster {options.cluster}")
+    merge.announce(f"merging on the cluster {options.cluster}")
     records = list(output.resumed)
     with connect(options.cluster, verbose=options.verbose) as cluster:
         tasks = cluster.size_tasks(

@@ -65,51 +65,6 @@ class Receipt(Generic[R]):
     whole: bool = True  # True if the manifest has digests of whole files, not of headers
 
 
-class Run:
-    """One run of a work: the output under way, the progress, and what was noticed."""
-
-    def __init__(self, output: Output, display: Display, started: float) -> None:
-        self.output = output
-        self.meter = Meter(display)
-        self.noticed: list[Notice] = []
-        self._display = display
-        self._started = started
-        output.sink.announce = display.announce
-
-    @property
-    def seconds(self) -> float:
-        """The time since the start."""
-        return time.perf_counter() - self._started
-
-    def advance(self, nbytes: int) -> None:
-        """Show that bytes were dealt with that are not read from the inputs."""
-        self._display.advance(nbytes)
-
-    def announce(self, text: str) -> None:
-        """Show a line."""
-        self._display.announce(text)
-
-    def take_over(self, plan: Plan) -> None:
-        """Go on from an earlier try, as far as it was made of these inputs; say what is unused."""
-        output = self.output
-        if output.started_over:
-            self.noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
-            warn(plan, self.noticed)
-        if output.doubtful:
-            self._display.announce("comparing the inputs with those of the earlier run")
-            output.confirm(_made_of_same(plan, output.doubtful))
-        suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
-        check_chunks(plan, [(r.tensor, r.chunk, r.exceptions) for r in suspects])
-        elements = {tensor.name: tensor.elements for tensor in plan.tensors}
-        done = sum(chunk_span(r.chunk, elements[r.tensor])[1] for r in output.resumed)
-        self._display.advance(plan.cost.bytes_read * done // max(sum(elements.values()), 1))
-
-    def execute(self, plan: Plan, **how: Any) -> list[Record]:
-        """Carry a plan out into the output, but for what is done."""
-        how = {"progress": self.meter.advance, "record": self.output.record} | how
-        return execute(plan, self.output.sink, done=self.output.resumed, **how)
-
-
 class Work(Generic[R]):
     """Something to be made, and all that makes one kind of it different from another."""
 
@@ -137,10 +92,6 @@ class Work(Generic[R]):
         """True if progress and warnings are shown."""
         return self.plan.options.verbose
 
-    def take_over(self, run: Run) -> None:
-        """Go on from an earlier try."""
-        run.take_over(self.plan)
-
     def recognise(self, found: JournalContent) -> R | None:  # noqa: ARG002
         """Return the report, if this very work was complete when its process died."""
         return None
@@ -152,17 +103,57 @@ class Work(Generic[R]):
         """Return the places for its bytes."""
         return publisher.make_sink({})
 
-    def carry_out(self, run: Run) -> Sequence[Record]:
+    def carry_out(self) -> Sequence[Record]:
         """Have all chunks made that are not done."""
-        return run.execute(self.plan)
+        return self.execute()
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[R]:
+    def conclude(self, records: Sequence[Record]) -> Receipt[R]:
         """Return the receipt for what was made."""
         raise NotImplementedError
 
-    def end(self, run: Run, report: R, problems: Sequence[str]) -> R:  # noqa: ARG002
+    def end(self, report: R, problems: Sequence[str]) -> R:  # noqa: ARG002
         """Return the report of an output that is published, with what went wrong after that."""
         return report
+
+    # ------------------------------------------------------------ while it is carried out
+
+    def start(self, output: Output, display: Display, started: float) -> None:
+        """Take the output under way, and what shows how far it is."""
+        self.output = output
+        self.meter = Meter(display)
+        self.noticed: list[Notice] = []
+        self._display = display
+        self._started = started
+        output.sink.announce = display.announce
+
+    @property
+    def seconds(self) -> float:
+        """The time since the start."""
+        return time.perf_counter() - self._started
+
+    def announce(self, text: str) -> None:
+        """Show a line."""
+        self._display.announce(text)
+
+    def take_over(self) -> None:
+        """Go on from an earlier try, as far as it was made of these inputs; say what is unused."""
+        plan, output = self.plan, self.output
+        if output.started_over:
+            self.noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
+            warn(plan, self.noticed)
+        if output.doubtful:
+            self.announce("comparing the inputs with those of the earlier run")
+            output.confirm(_made_of_same(plan, output.doubtful))
+        suspects = [r for r in output.resumed if is_suspect(r.models, r.exceptions)]
+        check_chunks(plan, [(r.tensor, r.chunk, r.exceptions) for r in suspects])
+        elements = {tensor.name: tensor.elements for tensor in plan.tensors}
+        done = sum(chunk_span(r.chunk, elements[r.tensor])[1] for r in output.resumed)
+        self._display.advance(plan.cost.bytes_read * done // max(sum(elements.values()), 1))
+
+    def execute(self, **how: Any) -> list[Record]:
+        """Carry the plan out into the output, but for what is done."""
+        how = {"progress": self.meter.advance, "record": self.output.record} | how
+        return execute(self.plan, self.output.sink, done=self.output.resumed, **how)
 
 
 def publisher_of(layout: Layout) -> Publisher:
@@ -214,14 +205,14 @@ def perform(
         open_output(work, overwrite=overwrite, resume=resume, part=part) as output,
         show_progress(work.nbytes, work.verb, visible=work.verbose) as display,
     ):
-        current = Run(output, display, started)
-        work.take_over(current)
-        receipt = work.conclude(current, work.carry_out(current))
+        work.start(output, display, started)
+        work.take_over()
+        receipt = work.conclude(work.carry_out())
         if receipt.manifest is None:
             return receipt.report
         output.add_files(receipt.files)
         problems = output.finish(receipt.metadata, receipt.manifest, whole=receipt.whole)
-    return work.end(current, receipt.report, problems)
+    return work.end(receipt.report, problems)
 
 
 def open_output(

@@ -10,7 +10,7 @@ from typing import Any
 
 from dare.checks.inputs import check_chunks
 from dare.checks.sample import SampledModels, sample_models
-from dare.documents.notices import LEFTOVERS, Notice, notice
+from dare.documents.notices import LEFTOVERS, notice
 from dare.errors import InputError, OutputError, RecipeError, VerificationError
 from dare.output.journal import BusyError, JournalContent, Record
 from dare.output.output import Publisher
@@ -29,7 +29,7 @@ from dare.output.slices import Finisher, GoneError, OneSlice, SliceReport
 from dare.output.targets import seal
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Slice
-from dare.run.engine import Receipt, Run, Work, begin, perform, warn
+from dare.run.engine import Receipt, Work, begin, perform, warn
 
 
 class Merge(Work[Report]):
@@ -70,21 +70,21 @@ class Merge(Work[Report]):
     def make_sink(self, publisher: Publisher) -> FileSink:
         return publisher.make_sink(metadata_of(self.plan.identity))
 
-    def carry_out(self, run: Run) -> Sequence[Record]:
+    def carry_out(self) -> Sequence[Record]:
         if self.plan.recoding is not None:
-            run.announce(f"storing as {self.plan.recoding.format}")
+            self.announce(f"storing as {self.plan.recoding.format}")
         if self.plan.options.cluster is None:
-            return run.execute(self.plan)
+            return self.execute()
         from dare.run.cluster import execute_on_cluster
 
-        return execute_on_cluster(self.plan, run)
+        return execute_on_cluster(self)
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[Report]:
-        figures = run.seconds, run.meter.bytes_read, len(run.output.resumed)
-        return self._receipt(run, records, *figures)
+    def conclude(self, records: Sequence[Record]) -> Receipt[Report]:
+        figures = self.seconds, self.meter.bytes_read, len(self.output.resumed)
+        return self._receipt(records, *figures)
 
-    def _receipt(self, run: Run, records: Sequence[Record], *figures: Any) -> Receipt[Report]:
-        report = make_report(self.plan, records, self.sample, run.noticed, *figures)
+    def _receipt(self, records: Sequence[Record], *figures: Any) -> Receipt[Report]:
+        report = make_report(self.plan, records, self.sample, self.noticed, *figures)
         check_digests(self.plan, report.digests)
         return self._receipt_of(report)
 
@@ -95,10 +95,10 @@ class Merge(Work[Report]):
         metadata = checked_metadata(self.layout, embedded)
         return Receipt(report, metadata, manifest, files, whole=self.plan.recoding is not None)
 
-    def end(self, run: Run, report: Report, problems: Sequence[str]) -> Report:
+    def end(self, report: Report, problems: Sequence[str]) -> Report:
         target = self.layout.target
         late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
-        shown = {*self.plan.warnings, *self.sample.notices, *run.noticed}
+        shown = {*self.plan.warnings, *self.sample.notices, *self.noticed}
         warn(self.plan, [*(n for n in report.warnings if n not in shown), *late])
         return replace(report, warnings=(*report.warnings, *late))
 
@@ -150,7 +150,6 @@ class MergeSlice(Work[SliceReport]):
         self.division = Division(merge.plan, part.of)
         self.share = self.division.share(part.number)
         self.part = OneSlice(part, self.share)
-        self.noticed: list[Notice] = []
 
     @property
     def nbytes(self) -> int:
@@ -175,17 +174,16 @@ class MergeSlice(Work[SliceReport]):
     def make_sink(self, publisher: Publisher) -> FileSink:
         return self.merge.make_sink(publisher)
 
-    def carry_out(self, run: Run) -> Sequence[Record]:
+    def carry_out(self) -> Sequence[Record]:
         self.part.adopt()
-        self.noticed = run.noticed
-        return run.execute(self.plan, share=self.share)
+        return self.execute(share=self.share)
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[SliceReport]:
+    def conclude(self, records: Sequence[Record]) -> Receipt[SliceReport]:
         del records  # they are in the slice's journal
-        bytes_read, resumed = run.meter.bytes_read, len(run.output.resumed)
+        bytes_read, resumed = self.meter.bytes_read, len(self.output.resumed)
         self.part.end(bytes_read)
         chunks, left = sum(map(len, self.share.values())), self.part.unfinished()
-        figures = chunks, resumed, bytes_read, run.seconds, left
+        figures = chunks, resumed, bytes_read, self.seconds, left
         return Receipt(SliceReport(str(self.part.part), *figures, None))
 
 
@@ -209,14 +207,14 @@ class Finish(Merge):
         else:
             self.sample = self._after.merge.sample
 
-    def carry_out(self, run: Run) -> Sequence[Record]:
-        run.noticed[:0] = self._after.noticed if self._after is not None else ()
-        self._part.adopt(run.output, self.plan)
-        return run.output.resumed
+    def carry_out(self) -> Sequence[Record]:
+        self.noticed[:0] = self._after.noticed if self._after is not None else ()
+        self._part.adopt(self.output, self.plan)
+        return self.output.resumed
 
-    def conclude(self, run: Run, records: Sequence[Record]) -> Receipt[Report]:
+    def conclude(self, records: Sequence[Record]) -> Receipt[Report]:
         part = self._part
-        return self._receipt(run, records, part.seconds, part.bytes_read, part.resumed_chunks)
+        return self._receipt(records, part.seconds, part.bytes_read, part.resumed_chunks)
 
 
 def run_slice(
