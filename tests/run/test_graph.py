@@ -17,7 +17,6 @@ from dare.kernels import DEVICES
 from dare.output.memory import MemorySink
 from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions, execute
-from dare.run.threads import Batch
 from dare.run.worker import Conclude, Make, Merger, Observe, Survey, Worker, list_steps
 from dare.tensors.chunks import CHUNK
 from dare.tensors.header import TensorInfo
@@ -139,7 +138,7 @@ def test_chunks_of_several_tensors_are_merged_in_one_call(tmp_path, models, back
     worker = Worker(plan, device, Merger(plan, device, sink), lambda _: None, threading.Event())
     steps = tuple(list_steps(plan))
     with hold_open((plan.base, *plan.models)):
-        records = list(worker.run_batch(Batch(tuple(range(len(steps))), steps, {})))
+        records = list(worker.do(steps, {}))
     spans = [(chunk.tensor.name, chunk.size) for chunk, _ in calls[0]]
     assert (len(calls), spans) == (
         1,

@@ -46,8 +46,8 @@ class Doer:
     def prefetch(self, task):
         task.prefetch()
 
-    def run_batch(self, batch):
-        return [task.run(self.state) for task in batch.steps]
+    def do(self, steps, results):
+        return [task.run(self.state) for task in steps]
 
 
 def run_tasks(tasks, make_state, threads):
@@ -84,7 +84,7 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
         "class Worker:\n"
         "    def __init__(self, stop): self.stop = stop\n"
         "    def prefetch(self, step): pass\n"
-        "    def run_batch(self, batch):\n"
+        "    def do(self, steps, results):\n"
         "        print('started', flush=True)\n"
         "        assert self.stop.wait(60)\n"
         "        print('stopped', flush=True)\n"
@@ -118,8 +118,8 @@ class Adder:
     def prefetch(self, step):
         pass
 
-    def run_batch(self, batch):
-        return [self.run(step, batch.results) for step in batch.steps]
+    def do(self, steps, results):
+        return [self.run(step, results) for step in steps]
 
     def run(self, step, results):
         return f"{step.id}({''.join(results[need] for need in step.needs)})"
@@ -143,9 +143,9 @@ def test_batches_get_smaller_towards_the_end():
     sizes = []
 
     class Worker(Adder):
-        def run_batch(self, batch):
-            sizes.append(len(batch.steps))
-            return super().run_batch(batch)
+        def do(self, steps, results):
+            sizes.append(len(steps))
+            return super().do(steps, results)
 
     steps = [Step(str(n), elements=BATCH_ELEMENTS // 4) for n in range(32)]
     run_steps(steps, lambda _stop: Worker(), 1)

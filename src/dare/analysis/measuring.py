@@ -38,7 +38,7 @@ from dare.kernels.reference import LEAST, SAMPLED
 from dare.planning.make import LeftOut
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
 from dare.recipe.recipe import Request
-from dare.run.threads import Batch
+from dare.run.threads import Results
 from dare.run.worker import Make, Progress, Stopped, Survey
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span
 from dare.tensors.header import TensorInfo
@@ -304,9 +304,9 @@ class Measurer:
             for source in self._plan.sources_of(tensor):
                 source.prefetch(step.tensor, *chunk_span(step.chunk, tensor.base.elements))
 
-    def run_batch(self, batch: Batch[MeasuringStep]) -> Iterator[None]:
+    def do(self, steps: Sequence[MeasuringStep], _results: Results) -> Iterator[None]:
         """Do steps: what is found goes to the tally."""
-        for step in batch.steps:
+        for step in steps:
             if self._stop.is_set():
                 raise Stopped
             match step:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dare import kernels
 from dare.kernels import ChunkJob, Done
 from dare.kernels.reference import magnitude_bits
+from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Settings
@@ -92,15 +93,6 @@ class Place(NamedTuple):
     census: Any = None
 
 
-class Made(NamedTuple):
-    """What the journal has of a chunk that was made."""
-
-    inputs: tuple[str, ...]  # digests of base and models
-    output: str  # digest of the result
-    models: tuple[tuple[int, ...], ...]
-    exceptions: tuple[int, int]
-
-
 class Backend(ABC):
     """The means of one worker to compute, on some device."""
 
@@ -109,7 +101,7 @@ class Backend(ABC):
     output: Bytes  # room for the result of a batch
 
     @abstractmethod
-    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
+    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Record]:
         """Merge chunks, or copy those that are not merged; store the result of each in its room."""
 
     @abstractmethod
@@ -150,11 +142,15 @@ class Noted(NamedTuple):
     job: ChunkJob
 
 
-def _made_of(
-    inputs: Sequence[Sequence[str]], output: Sequence[str], figures: Sequence[Figures]
-) -> list[Made]:
-    read = zip(*inputs, strict=True)
-    return [Made(*found[:2], *found[2]) for found in zip(read, output, figures, strict=True)]
+def _records_of(
+    chunk: Chunk,
+    inputs: Sequence[Sequence[str]],
+    output: Sequence[str],
+    figures: Sequence[Figures],
+) -> list[Record]:
+    found = zip(zip(*inputs, strict=True), output, figures, strict=True)
+    name, first = chunk.tensor.name, chunk.number
+    return [Record(name, first + n, *each[:2], *each[2]) for n, each in enumerate(found)]
 
 
 class ArrayBackend(Backend):
@@ -176,12 +172,12 @@ class ArrayBackend(Backend):
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
-    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Made]:
+    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Record]:
         parts = [part for chunk, room in batch for part in self._parts(chunk, room)]
         prepared = [self._prepare(part, into) for part, into in parts]
         jobs = [each.job for each in prepared if isinstance(each, Noted)]
         done = iter(self._kernels.merge(jobs, self._threshold_bits))
-        made: list[Made] = []
+        made: list[Record] = []
         for (part, into), each in zip(parts, prepared, strict=True):
             made += self._finish(part, into, each, next(done)) if isinstance(each, Noted) else each
         return made
@@ -193,7 +189,7 @@ class ArrayBackend(Backend):
             first = (part.start - chunk.start) * width
             yield part, room[first : first + part.size * width]
 
-    def _prepare(self, chunk: Chunk, into: Bytes) -> Noted | list[Made]:
+    def _prepare(self, chunk: Chunk, into: Bytes) -> Noted | list[Record]:
         """Take chunks through all stages: what is only noted down is left to be done."""
         tensor = chunk.tensor
         if not tensor.is_merged:
@@ -215,7 +211,7 @@ class ArrayBackend(Backend):
             base = chunk.tuned[sole]
         return self._made(chunk, into, self._store(deltas, base, merged, tensor.dtype, into))
 
-    def _finish(self, chunk: Chunk, into: Bytes, noted: Noted, done: Done) -> list[Made]:
+    def _finish(self, chunk: Chunk, into: Bytes, noted: Noted, done: Done) -> list[Record]:
         """Take in what was done; do it once more, step by step, where something is not finite."""
         dtype = chunk.tensor.dtype
         if done.figures[..., 0].max() > INFINITY or done.peak >= dtype.overflow_bits:
@@ -225,13 +221,13 @@ class ArrayBackend(Backend):
         found = self._figures(noted.deltas, [(0, 0)] * chunk_count(chunk.size))
         pairs = zip(chunk.known, done.digests, strict=False)  # that of the result has no other
         inputs = [list(known) or digests for known, digests in pairs]
-        return _made_of(inputs, done.digests[-1], found)
+        return _records_of(chunk, inputs, done.digests[-1], found)
 
-    def _made(self, chunk: Chunk, into: Bytes, figures: list[Figures]) -> list[Made]:
+    def _made(self, chunk: Chunk, into: Bytes, figures: list[Figures]) -> list[Record]:
         """Hash what was read and made, while it is in the cache."""
         raws = [*chunk.inputs, into.view(chunk.tensor.dtype.carrier)]
         *inputs, output = self.digests(raws, [*chunk.known, ()])
-        return _made_of(inputs, output, figures)
+        return _records_of(chunk, inputs, output, figures)
 
     def _store(
         self, deltas: Deltas, base: Raw, merged: Floats, dtype: StorageType, into: Bytes

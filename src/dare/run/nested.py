@@ -55,7 +55,7 @@ from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Layers, Recipe, Request
 from dare.run.backend import open_backend
 from dare.run.engine import draw_conclusions
-from dare.run.threads import Batch, Id, Results, Step
+from dare.run.threads import Id, Results, Step
 from dare.run.worker import Make, Merger, Worker, conclusions_of, list_surveys, sources_of
 from dare.stages import find_stage
 from dare.tensors.chunks import CHUNK, chunk_span
@@ -220,7 +220,7 @@ class _Maker(threading.local):
 
     def do(self, step: Step, results: Results) -> Any:
         """Do one step, and return its result."""
-        (result,) = self._worker.run_batch(Batch((0,), (step,), results))
+        (result,) = self._worker.do([step], results)
         return result
 
 

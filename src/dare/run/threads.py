@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,17 +35,7 @@ class Step:
 
 
 AnyStep = TypeVar("AnyStep", bound=Step)
-AnyStep_co = TypeVar("AnyStep_co", bound=Step, covariant=True)
 AnyStep_contra = TypeVar("AnyStep_contra", bound=Step, contravariant=True)
-
-
-@dataclass(frozen=True)
-class Batch(Generic[AnyStep_co]):
-    """Some steps that can be done now, none of which needs another."""
-
-    places: tuple[int, ...]  # the places of the steps in the list of all
-    steps: tuple[AnyStep_co, ...]
-    results: Results  # the results that the steps need, by id
 
 
 class AnyWorker(Protocol[AnyStep_contra]):
@@ -54,8 +44,8 @@ class AnyWorker(Protocol[AnyStep_contra]):
     def prefetch(self, step: AnyStep_contra) -> None:
         """Say what will be read when the step runs, some time before it does."""
 
-    def run_batch(self, batch: Batch[AnyStep_contra]) -> Iterator[Any]:
-        """Do the steps of a batch; yield a result for each, in order."""
+    def do(self, steps: Sequence[AnyStep_contra], results: Results, /) -> Iterator[Any]:
+        """Do steps, with the results that they need by id; yield a result for each, in order."""
 
 
 def run_steps(
@@ -93,15 +83,16 @@ def run_steps(
     def work() -> None:
         try:
             worker = make_worker(schedule.stop)
-            while (batch := schedule.take()) is not None:
-                for place in to_prefetch(max(batch.places)):
+            while places := schedule.take():
+                for place in to_prefetch(max(places)):
                     worker.prefetch(steps[place])
+                batch = [steps[place] for place in places]
                 results: list[Any] = []
                 try:
-                    results.extend(worker.run_batch(batch))
+                    results.extend(worker.do(batch, schedule.results_for(batch)))
                 finally:  # what was done before an error counts
-                    collect(batch.steps[: len(results)], results)
-                schedule.hand_in(batch, results)
+                    collect(batch[: len(results)], results)
+                schedule.hand_in(places, results)
                 del batch, results  # they may be large, and taking the next may take a while
         except BaseException as error:
             errors.append(error)
@@ -157,8 +148,8 @@ class _Schedule(Generic[AnyStep]):
             if not needs:
                 self._ready.append(place)  # in order, so it is a heap
 
-    def take(self) -> Batch[AnyStep] | None:
-        """Wait for steps that can be done; None when there will be no more.
+    def take(self) -> list[int]:
+        """Wait for steps that can be done, and return their places; none when all are done.
 
         Batches get smaller towards the end, so that all threads end together.
         """
@@ -166,11 +157,13 @@ class _Schedule(Generic[AnyStep]):
             while not self.stop.is_set() and self._first_undone < len(self._steps):
                 room = min(self._batch_elements, self._left // (2 * self._takers))
                 if places := self._take(room):
-                    steps = tuple(self._steps[place] for place in places)
-                    results = {need: self._results[need] for step in steps for need in step.needs}
-                    return Batch(tuple(places), steps, results)
+                    return places
                 self._changed.wait()
-            return None
+            return []
+
+    def results_for(self, steps: Iterable[AnyStep]) -> Results:
+        """Return the results that steps need, by id."""
+        return {need: self._results[need] for step in steps for need in step.needs}
 
     def _take(self, room: int) -> list[int]:
         """Take at least one step, if one can be done, and more as far as there is room."""
@@ -185,10 +178,11 @@ class _Schedule(Generic[AnyStep]):
             self._left -= step.elements
         return places
 
-    def hand_in(self, batch: Batch[AnyStep], results: Sequence[Any]) -> None:
+    def hand_in(self, places: Sequence[int], results: Sequence[Any]) -> None:
         """Pass the results of a batch on to the steps that wait for them."""
         with self._changed:
-            for place, step, result in zip(batch.places, batch.steps, results, strict=True):
+            for place, result in zip(places, results, strict=True):
+                step = self._steps[place]
                 self._is_done[place] = True
                 if self._wanted[step.id]:
                     self._results[step.id] = result

@@ -21,6 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Summaries
-from dare.run.threads import Batch, Id, Results, Step
+from dare.run.backend import Backend, Bytes, Chunk, Place, Summaries
+from dare.run.threads import Id, Results, Step
 from dare.stages.blocks import DeltaView, Grams
 from dare.stages.matrices import refine
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_span, running_digest
@@ -233,10 +234,9 @@ class Worker:
             for source in sources_of(self._plan, tensor, tensor.models):
                 source.prefetch(tensor.name, *chunk_span(step.chunk, tensor.elements))
 
-    def run_batch(self, batch: Batch[Step]) -> Iterator[Any]:
+    def do(self, steps: Sequence[Step], results: Results) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
-        results = batch.results
-        for work in self._batches(batch.steps):
+        for work in self._batches(steps):
             match work:
                 case list():
                     yield from (
@@ -244,7 +244,7 @@ class Worker:
                     )
                 case Make() as step:
                     assert isinstance(self._code, Recoder)  # as the output has another format
-                    read = partial(self._read_stretch, step, results)
+                    read = partial(self._read_made, step, results)
                     yield self._code.store(self._tensors[step.tensor], step.chunk, read)
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
@@ -327,11 +327,15 @@ class Worker:
         tensor: TensorPlan,
         models: Sequence[int],
         summaries: Mapping[int, Summaries],
-        span: Span | None = None,
+        start: int = 0,
+        count: int | None = None,
+        place: int = 0,
     ) -> Iterator[Chunk]:
-        """Read the base and some models, unless the work is to stop: a span, or all by chunks."""
+        """Read the base and some models, unless the work is to stop; all of it goes by chunks.
+
+        The place in the buffers is in elements of the widest type.
+        """
         sources = sources_of(self._plan, tensor, models)
-        start, count, place = (span.start, span.elements, span.place) if span else (0, None, 0)
         at_once = self._backend.batch_elements if _are_plain(sources) else CHUNK
         buffers = self._backend.inputs[:, place * self._plan.cost.widest :]
         for first, (base, *tuned) in read_chunks(
@@ -363,73 +367,66 @@ class Worker:
         base, tuned = map(read, sources, (self._backend.inputs[row] for row in (0, 1 + model)))
         return Chunk(tensor, 0, base, {model: tuned}, {})
 
-    def _read_batch(self, spans: Sequence[Span], results: Results) -> Iterator[Chunk]:
+    def _read_batch(self, steps: Sequence[Make], results: Results) -> Iterator[Chunk]:
         """Read the chunks of a batch, each to its own place in the buffers."""
-        for span in spans:
-            yield from self._read_span(span, results)
+        place = 0
+        for step in steps:
+            yield from self._read_made(step, results, place)
+            place = _place_after(place, step)
 
-    def _read_stretch(self, step: Make, results: Results) -> Iterator[Chunk]:
-        """Read a stretch, some chunks at a time, all to the same place in the buffers."""
-        return self._read_span(Span(step.tensor, step.chunk * CHUNK, step.elements, 0), results)
-
-    def _read_span(self, span: Span, results: Results) -> Iterator[Chunk]:
-        tensor = self._tensors[span.tensor]
+    def _read_made(self, step: Make, results: Results, place: int = 0) -> Iterator[Chunk]:
+        """Read what a step makes; a stretch goes to one place, some chunks at a time."""
+        tensor = self._tensors[step.tensor]
         held = [s.held(tensor.name) for s in sources_of(self._plan, tensor, tensor.models)]
-        for chunk in self._read(tensor, tensor.models, _summaries_of(tensor, results), span):
+        span = step.chunk * CHUNK, step.elements, place
+        for chunk in self._read(tensor, tensor.models, _summaries_of(tensor, results), *span):
             numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
             known = [[each.digests[n] for n in numbers] if each else [] for each in held]
             yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
 
-    def _batches(self, steps: Sequence[Step]) -> Iterator[list[Span] | Step]:
-        """Yield steps one by one, but chunks to be made together, as far as there is room."""
-        most, spans = self._backend.batch_elements, list[Span]()
+    def _batches(self, steps: Sequence[Step]) -> Iterator[list[Make] | Step]:
+        """Yield steps one by one, but chunks to be made together, as far as there is room.
+
+        Chunks that follow each other in a tensor become one step.
+        """
+        most, together, place = self._backend.batch_elements, list[Make](), 0
         for step in steps:
             if not isinstance(step, Make) or isinstance(self._code, Recoder):
-                if spans:
-                    yield spans
-                    spans = []
+                if together:
+                    yield together
+                    together = []
                 yield step
                 continue
-            last = spans[-1] if spans else None
-            if last and self._follows(step, last):
-                last.elements += step.elements
+            last = together[-1] if together else None
+            if last and self._follows(step, last, place):
+                together[-1] = replace(last, elements=last.elements + step.elements)
                 continue
-            if last and last.end + step.elements > most:
-                yield spans
-                spans, last = [], None
-            place = last.end if last else 0
-            spans.append(Span(step.tensor, step.chunk * CHUNK, step.elements, place))
-        if spans:
-            yield spans
+            place = _place_after(place, last) if last else 0
+            if last and place + step.elements > most:
+                yield together
+                together, place = [], 0
+            together.append(step)
+        if together:
+            yield together
 
-    def _follows(self, step: Make, span: Span) -> bool:
+    def _follows(self, step: Make, last: Make, place: int) -> bool:
         """Tell if a chunk can be read with those before it; some sources have room for one."""
-        tensor, end = self._tensors[step.tensor], span.start + span.elements
+        tensor, end = self._tensors[step.tensor], last.chunk * CHUNK + last.elements
         return (
-            (step.tensor, step.chunk * CHUNK) == (span.tensor, end)
-            and span.place + span.elements + step.elements <= self._backend.batch_elements
+            (step.tensor, step.chunk * CHUNK) == (last.tensor, end)
+            and place + last.elements + step.elements <= self._backend.batch_elements
             and _are_plain(sources_of(self._plan, tensor, tensor.models))
         )
+
+
+def _place_after(place: int, step: Make) -> int:
+    """Return the next place in the buffers, on a page: there is a page between what they hold."""
+    return (-(-(place + step.elements) // ALIGNMENT) + 1) * ALIGNMENT
 
 
 def _are_plain(sources: Iterable[Source]) -> bool:
     """Tell if no source keeps anything of its own for the chunk that is read, as LoRAs do."""
     return not any(source.cost.reading_bytes for source in sources)
-
-
-@dataclass
-class Span:
-    """Chunks of one tensor that follow each other, and their place in the buffers of a batch."""
-
-    tensor: str
-    start: int
-    elements: int
-    place: int  # in elements of the widest type
-
-    @property
-    def end(self) -> int:
-        """The next place in the buffers, on a page: there is a page between what they hold."""
-        return (-(-(self.place + self.elements) // ALIGNMENT) + 1) * ALIGNMENT
 
 
 class Merger:
@@ -442,24 +439,22 @@ class Merger:
 
     def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
         rooms = list(self._rooms(batch))
-        made = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
-        records: list[Record] = []
+        records = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
+        made = iter(records)
         for chunk in batch:
-            numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-            found = made[len(records) : len(records) + len(numbers)]
-            self._check(chunk, found)
-            name = chunk.tensor.name
-            records += [Record(name, n, *each) for n, each in zip(numbers, found, strict=True)]
+            self._check(chunk, list(islice(made, chunk_count(chunk.size))))
         for chunk, room, is_in_place in rooms:
             if not is_in_place:
                 offset = chunk.start * chunk.tensor.dtype.itemsize
                 self._sink.write(chunk.tensor.name, offset, room)
         return records
 
-    def _check(self, chunk: Chunk, made: Sequence[Made]) -> None:
+    def _check(self, chunk: Chunk, made: Sequence[Record]) -> None:
         """Refuse what is not finite, and copies that differ from the base."""
         tensor = chunk.tensor
-        if not self._plan.recipe.allow_not_finite and any(is_suspect(*m[2:]) for m in made):
+        if not self._plan.recipe.allow_not_finite and any(
+            is_suspect(each.models, each.exceptions) for each in made
+        ):
             exceptions = list(map(sum, zip(*(each.exceptions for each in made), strict=True)))
             check_chunk(self._plan, tensor, chunk.base, chunk.tuned, exceptions)
         for place, model in enumerate(() if tensor.is_merged else tensor.models, start=1):
@@ -495,7 +490,7 @@ class Recoder(Merger):
         self, tensor: TensorPlan, first: int, read_inputs: Callable[[], Iterator[Chunk]]
     ) -> list[Record]:
         """Store the stretch that begins with a chunk; the format may have it merged again."""
-        recoding, made = self._plan.recoding, list[Made]()
+        recoding, made = self._plan.recoding, list[Record]()
         assert recoding is not None
         stored: dict[str, tuple[int, int, Any]] = {}
 
@@ -523,7 +518,7 @@ class Recoder(Merger):
         meter = recoding.encode(tensor.described, read, put)
         if not made:  # there is no such tensor in the format
             deque(merge(), maxlen=0)
-        head, *others = (Record(tensor.name, first + n, *each) for n, each in enumerate(made))
+        head, *others = made
         parts = tuple((n, begin, size, d.hexdigest()) for n, (begin, size, d) in stored.items())
         return [replace(head, stored=parts, sums=meter.sums if meter else ()), *others]
 
