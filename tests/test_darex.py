@@ -17,6 +17,7 @@ from dare.darex import (
     rules_for_q,
     spread,
 )
+from dare.stages.dropping import balanced_q
 from helpers import save
 
 # ---------------------------------------------------------------- by score
@@ -217,3 +218,20 @@ def test_torch_tensors_of_any_type_are_taken(dtype):
 
     assert find_q_by_outputs(outputs, delta, 0.5, top=2).q == 1
     assert find_q_by_outputs(outputs, delta.detach().float().numpy(), 0.5, top=None).q == 1
+
+
+# ---------------------------------------------------------------- the stage's own q
+
+
+@given(st.floats(0.01, 0.99), st.integers(1, 9))
+def test_q_is_where_loss_and_noise_balance(p, models):
+    q = balanced_q(p, models)
+
+    def cost(q):
+        kept = (1 - p) / q
+        return 100 * (1 - kept) ** 2 + models * kept**2 * p / (1 - p)
+
+    assert 1 - p <= q + 1e-6
+    assert q <= 1
+    if q < 1:
+        assert cost(q) <= min(cost(q * 1.02), cost(q / 1.02))

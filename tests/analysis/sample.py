@@ -13,7 +13,7 @@ import numpy as np
 from dare.analysis.advice import Advice, Evidence, Suggestion
 from dare.analysis.document import Analysis
 from dare.analysis.readiness import Readiness, Verdict
-from dare.analysis.results import OUTSIDE, Origin, Outcome, Overlap, PairAnalysis
+from dare.analysis.results import Origin, Outcome, Overlap, PairAnalysis
 from dare.documents.notices import Notice, Severity, notice
 from dare.output.receipt import Digests, ModelReport, Report, TensorReport
 from dare.planning.make import LeftOut, Misfit
@@ -37,9 +37,9 @@ def make_base(generator: np.random.Generator) -> Tensors:
 
 
 def make_delta(model: str, name: str, shape: tuple[int, ...], draw: np.random.Generator):
-    layer = max(made_up.layer(name), 0)
+    layer = int(name.split(".")[1]) if name.startswith("layers") else 0
     if model == "code":  # a LoRA of rank 4 on the matrices of the layers
-        if len(shape) == 1 or made_up.layer(name) == OUTSIDE:
+        if len(shape) == 1 or not name.startswith("layers"):
             return np.zeros(shape)
         return draw.normal(0, 0.004, (shape[0], 4)) @ draw.normal(0, 0.3, (4, shape[1]))
     sizes = {"math": 0.0012, "chat": 0.0016 * (1 + layer)}
@@ -83,7 +83,7 @@ def _analysed(base: Tensors, made: dict[str, tuple[str, int, float]]) -> Analysi
         name: {"file": f"models/{kind}.safetensors", **(lora if kind == "code" else {})}
         for name, (kind, _, _) in made.items()
     }
-    analysis = made_up.analysis(base, models, own=own, detailed=True)
+    analysis = made_up.analysis(base, models, own=own, spectra="all")
     return replace(
         analysis,
         base="models/base.safetensors",

@@ -2,24 +2,23 @@ import json
 
 import numpy as np
 import pytest
-import tomli_w
-from made_up import analysis, make_base, mixed, tune
+from made_up import analysis, make_base, mixed, spoilt, tune
 from safetensors.numpy import load_file
 
 from dare import merge
 from dare.analysis.advice import METHODS, SMALL, advise, find_guidelines, judge
-from dare.analysis.analyzing import analyze, analyze_arrays
+from dare.analysis.analyzing import analyze
 from dare.analysis.readiness import Verdict, assess
 from dare.analysis.results import Origin
 from dare.demo.merges import BASE, TUNED
 from dare.errors import RecipeError
 from dare.planning.make import LeftOut, Misfit
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import read_toml
 from helpers import save
 
 ROOT = make_base()
 ONE, TWO = (tune(ROOT, seed=seed) for seed in (1, 2))
+STRANGER = make_base(seed=9)
 
 
 def recipe_of(advice):
@@ -34,89 +33,68 @@ def many(count, ratio=0.02):
     return {f"m{seed}": tune(ROOT, ratio, seed=seed + 1) for seed in range(count)}
 
 
-def chosen(models, **known):
-    """The method and the scale that are advised."""
-    recipe = recipe_of(advise(analysis(ROOT, models, **known)))
-    return recipe.method, recipe.scale
-
-
 # ---------------------------------------------------------------- which method
 
-AVERAGE = ("linear", 1.0)
-TSV = (SMALL.method, SMALL.scale)
+AVERAGE, TSV = ("linear", 1.0), (SMALL.method, SMALL.scale)
+VECTORS = {"a.norm": np.ones(4000, np.float32), "embed.weight": np.ones((50, 80), np.float32)}
+WITH_MATRIX = {**VECTORS, "mlp.weight": np.ones((50, 80), np.float32)}
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_small_independent_changes_are_more_than_averaged(count):
-    models = many(count, 0.015)
-    assert chosen(models) == TSV == ("tsv", 1.2)
-    advice = advise(analysis(ROOT, models))
-    assert values(advice, "method") == {None: "tsv"}
-    assert values(advice, "scale") == {None: 1.2}
+def pair(base, one=0.01, other=0.01):
+    return {"a": tune(base, one), "b": tune(base, other, seed=2)}
 
 
 @pytest.mark.parametrize(
-    "models",
+    ("base", "models", "own", "chosen"),
     [
-        many(1, 0.01),
-        many(3, 0.025),
-        {"a": tune(ROOT, 0.01), "b": tune(ROOT, 0.025, seed=2)},  # the largest change decides
-        {"a": ONE, "b": mixed(ROOT, ONE, 0.8, TWO, 0.6)},
+        (ROOT, many(2, 0.015), {}, TSV),
+        (ROOT, many(7, 0.015), {}, TSV),
+        (ROOT, many(1, 0.01), {}, AVERAGE),
+        (ROOT, many(3, 0.025), {}, AVERAGE),
+        (ROOT, pair(ROOT, 0.01, 0.025), {}, AVERAGE),  # the largest change decides
+        (ROOT, {"a": ONE, "b": mixed(ROOT, ONE, 0.8, TWO, 0.6)}, {}, AVERAGE),
+        (ROOT, many(2, 0.01), {"m1": {"origin": Origin.UNKNOWN}}, TSV),
+        (ROOT, many(2, 0.01), {"m1": {"origin": Origin.LORA}}, AVERAGE),
+        (VECTORS, pair(VECTORS), {}, AVERAGE),
+        (WITH_MATRIX, pair(WITH_MATRIX), {}, TSV),
+        (ROOT, {**many(2, 0.01), "other": STRANGER}, {}, TSV),  # left out, and does not decide
+        (ROOT, {"a": ONE, "other": STRANGER}, {}, AVERAGE),
     ],
-    ids=["one", "large", "one of them large", "alike"],
 )
-def test_all_others_are_averaged(models):
-    assert chosen(models) == AVERAGE
-    assert "scale" not in advise(analysis(ROOT, models)).recipe
+def test_small_independent_changes_are_more_than_averaged(base, models, own, chosen):
+    advice = advise(analysis(base, models, own=own))
+    recipe = recipe_of(advice)
+    assert (recipe.method, recipe.scale) == chosen
+    assert values(advice, "method") == {None: chosen[0]}
+    assert values(advice, "scale") == ({} if chosen is AVERAGE else {None: chosen[1]})
+    assert ("scale" in advice.recipe) is (chosen is TSV)
 
 
-def test_loras_are_averaged():
-    models = many(2, 0.01)
-    assert chosen(models, own={name: {"origin": Origin.UNKNOWN} for name in models}) == TSV
-    assert chosen(models, own={"m1": {"origin": Origin.LORA}}) == AVERAGE
-
-
-def test_models_without_matrices_are_averaged():
-    vectors = {"a.norm": np.ones(4000, np.float32), "embed.weight": np.ones((50, 80), np.float32)}
-    models = {name: tune(vectors, 0.01, seed) for name, seed in (("a", 1), ("b", 2))}
-    assert recipe_of(advise(analysis(vectors, models))).method == "linear"
-    matrix = {**vectors, "mlp.weight": np.ones((50, 80), np.float32)}
-    models = {name: tune(matrix, 0.01, seed) for name, seed in (("a", 1), ("b", 2))}
-    assert recipe_of(advise(analysis(matrix, models))).method == "tsv"
-
-
-def test_what_is_left_out_does_not_decide():
-    models = {**many(2, 0.01), "other": make_base(seed=9)}
-    assert chosen(models) == TSV
-    assert chosen({"a": ONE, "other": make_base(seed=9)}) == AVERAGE
+def test_advice_on_real_models():
+    """Two of the demonstration's models change their base by 3 %, more than the limit."""
+    readiness, advice = judge(analyze(BASE, list(TUNED.values()), spectra="none", verbose=False))
+    assert advice.recipe["method"] == "linear"
+    assert (readiness.verdict, advice.left_out) == (Verdict.NO_DEFECT, ())
 
 
 # ---------------------------------------------------------------- what it cannot know
 
-
-def is_said(doubt, seen, **size):
-    return any(said.code == doubt for said in advise(seen, **size).doubts)
+MILLION, SEVEN_BILLION = ({"base_dtypes": {"BF16": size}} for size in (10**6, 7 * 10**9))
 
 
-def test_advice_ends_with_a_comparison():
-    for models in (many(1), many(3)):
-        assert is_said("only_data_tell", analysis(ROOT, models))
-
-
-def test_it_says_when_it_extrapolates():
-    usual = {"base_dtypes": {"BF16": 1_000_000}}
-    assert not is_said("extrapolates", analysis(ROOT, many(2), **usual))
-    assert is_said("extrapolates", analysis(ROOT, many(9), **usual))
-    assert is_said("extrapolates", analysis(ROOT, many(2), base_dtypes={"BF16": 7 * 10**9}))
-    assert not is_said("extrapolates", analysis(ROOT, many(1), base_dtypes={"BF16": 7 * 10**9}))
+@pytest.mark.parametrize(
+    ("count", "size", "extrapolates"),
+    [(2, MILLION, False), (9, MILLION, True), (2, SEVEN_BILLION, True), (1, SEVEN_BILLION, False)],
+)
+def test_doubts(count, size, extrapolates):
+    doubts = {doubt.code for doubt in advise(analysis(ROOT, many(count), **size)).doubts}
+    assert ("extrapolates" in doubts) is extrapolates
+    assert "only_data_tell" in doubts
 
 
 def test_steps_must_be_some():
     with pytest.raises(RecipeError, match="steps"):
         advise(analysis(ROOT, many(2)), steps=0)
-
-
-# ---------------------------------------------------------------- guidelines
 
 
 SHORT, LONG = "7B after 500 to 2,000 steps", "7B after 2,000 to 10,000 steps"
@@ -148,39 +126,32 @@ def test_the_table_of_guidelines(is_lora, parameters, steps, expected):
     assert {row.applies_to: (row.lowest, row.highest) for row in rows} == expected
 
 
-def test_what_is_often_recommended_is_named_and_decides_nothing():
+@pytest.mark.parametrize(
+    ("parameters", "steps", "wanted", "unwanted"),
+    [
+        (None, None, ["dare+ties"], []),
+        (6.7e9, 1_000, [SHORT], [LONG]),
+        (56e9, None, [f"0.9 to 0.95 for {LARGE}", "dare for 70B or more"], []),
+        (405e9, 100, [f"0.9 to 0.95 for {LARGE}"], []),  # which says that steps are not used
+        (6.7e9, 100, ["no drop rate for 6.7B after 100 steps (no evidence"], []),
+        (34e9, None, ["no drop rate for 34B after any number of steps (no evidence"], []),
+        (10e9, 1_000, ["no drop rate for 10B after 1000 steps (no evidence"], []),
+    ],
+)
+def test_what_is_often_recommended_is_named_and_decides_nothing(
+    parameters, steps, wanted, unwanted
+):
     seen = analysis(ROOT, many(3))
-
-    def often(**size):
-        advice = advise(seen, **size)
-        assert advice.recipe == advise(seen).recipe
-        return next(doubt.text for doubt in advice.doubts if doubt.code == "often_recommended")
-
-    assert "dare+ties" in often()
-    assert SHORT in often(parameters=6.7e9, steps=1_000)
-    assert LONG not in often(parameters=6.7e9, steps=1_000)
-    for size in (56e9, 70e9, 405e9):
-        assert f"0.9 to 0.95 for {LARGE}" in often(parameters=size)
-        assert "dare for 70B or more" in often(parameters=size)
-        assert LARGE in often(parameters=size, steps=100)  # which says that steps are not used
-    for size, steps, said in (
-        *((6.7e9, 100, "6.7B after 100 steps"), (7e9, 20_000, "7B after 20000 steps")),
-        *(
-            (34e9, None, "34B after any number of steps"),
-            (10e9, 1_000, "10B after 1000 steps"),
-            (1e9, 600, "1B after 600 steps"),
-        ),
-    ):
-        assert f"no drop rate for {said} (no evidence" in often(parameters=size, steps=steps)
+    advice = advise(seen, parameters=parameters, steps=steps)
+    assert advice.recipe == advise(seen).recipe
+    (said,) = [doubt.text for doubt in advice.doubts if doubt.code == "often_recommended"]
+    assert [part for part in (*wanted, *unwanted) if part in said] == wanted
 
 
-def test_the_tables_are_whole():
-    for relation in ("diverse", "lora"):
-        for count in range(2, 20):
-            assert any(
-                habit.relation == relation and habit.models[0] <= count <= habit.models[1]
-                for habit in METHODS
-            )
+@pytest.mark.parametrize("relation", ["diverse", "lora"])
+def test_there_is_a_habit_for_every_number_of_models(relation):
+    habits = [habit.models for habit in METHODS if habit.relation == relation]
+    assert all(any(least <= count <= most for least, most in habits) for count in range(2, 20))
 
 
 # ---------------------------------------------------------------- what is left out
@@ -188,32 +159,26 @@ def test_the_tables_are_whole():
 
 def test_what_no_setting_can_mend_is_left_out():
     models = {
-        "math": ONE,
-        "copy": ROOT,
-        "again": ONE,
-        "half": mixed(ROOT, ONE, 0.5, TWO, 0.0),
-        "other": make_base(seed=9),
-        "code": TWO,
+        **{"math": ONE, "copy": ROOT, "again": ONE, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0)},
+        **{"other": STRANGER, "code": TWO, "broken": spoilt(STRANGER)},
     }
     advice = advise(analysis(ROOT, models))
-    gone = values(advice, "models")
-    assert gone == dict.fromkeys(("other", "copy", "again", "half"), "left out")
+    gone = [str(each) for each in advice.suggestions if each.setting == "models"]
+    out = ("copy", "again", "half", "other", "broken")  # what is wrong twice is left out once
+    assert sorted(gone) == sorted(f"{name} is left out" for name in out)
     files = [entry.file.name for entry in recipe_of(advice).models]
     assert files == ["math.safetensors", "code.safetensors"]
 
 
-def test_what_is_wrong_twice_is_left_out_once():
-    broken = make_base(seed=9)
-    broken["layers.0.mlp.up_proj.weight"][0, 0] = np.nan
-    advice = advise(analysis(ROOT, {"a": ONE, "broken": broken}))
-    gone = [str(each) for each in advice.suggestions if each.setting == "models"]
-    assert gone == ["broken is left out"]
-
-
 def test_nothing_left_is_no_recipe():
-    advice = advise(analysis(ROOT, {"copy": ROOT, "other": make_base(seed=9)}))
+    advice = advise(analysis(ROOT, {"copy": ROOT, "other": STRANGER}))
     assert advice.recipe == {}
     assert advice.doubts
+
+
+def test_a_verdict_that_is_given_is_used():
+    readiness = assess(analysis(ROOT, {"m0": ROOT, "m1": TWO}))
+    assert values(advise(analysis(ROOT, many(2)), readiness), "models") == {"m0": "left out"}
 
 
 @pytest.mark.parametrize(
@@ -232,52 +197,27 @@ def test_what_a_setting_can_mend_is_set(tensor, reason, setting, value):
     assert getattr(recipe_of(advice), setting) == value
 
 
-@pytest.mark.parametrize(("shape", "codes"), [((), []), ((2,), ["integers_differ"])])
-def test_a_network_with_different_integers_is_merged_as_advised(tmp_path, shape, codes):
-    for name, steps in (("base", 100), ("a", 130), ("b", 145)):
-        layers = ROOT if name == "base" else {"a": ONE, "b": TWO}[name]
-        counter = {"1.num_batches_tracked": np.full(shape, steps)}
-        save(tmp_path / f"{name}.safetensors", {**layers, **counter})
-    files = [tmp_path / f"{name}.safetensors" for name in ("base", "a", "b")]
-    seen = analyze(files[0], files[1:], verbose=False)
-    readiness, advice = judge(seen)
-    assert [f.code for f in readiness.findings if f.subjects == ("a", "b")] == codes
-    assert ("on_integer_mismatch" in advice.recipe) == bool(codes)
-    recipe = advice.recipe | {"output": str(tmp_path / "merged.safetensors"), "verbose": False}
-    merge(request_from_document(recipe, "advice"))
-    assert (load_file(recipe["output"])["1.num_batches_tracked"] == 100).all()
-
-
 def test_missing_tensors_count_as_unchanged():
-    less = {name: value for name, value in TWO.items() if "norm" not in name}
+    less, copy = (
+        {name: value for name, value in model.items() if "norm" not in name}
+        for model in (TWO, ROOT)
+    )
     assert advise(analysis(ROOT, {"a": ONE, "b": less})).recipe["on_missing"] == "base"
-    copy = {name: value for name, value in ROOT.items() if "norm" not in name}
     assert "on_missing" not in advise(analysis(ROOT, {"a": ONE, "b": TWO, "copy": copy})).recipe
 
 
-def test_a_verdict_that_is_given_is_used():
-    seen = analysis(ROOT, many(2))
-    readiness = assess(analysis(ROOT, {"m0": ROOT, "m1": TWO}))
-    assert values(advise(seen, readiness), "models") == {"m0": "left out"}
-
-
-# ---------------------------------------------------------------- as a recipe and as text
-
-
-def test_the_recipe_can_be_written_and_carried_out(tmp_path):
-    save(tmp_path / "base.safetensors", ROOT)
-    models = many(2)
-    own = {}
-    for name, model in models.items():
-        own[name] = {"file": str(save(tmp_path / f"{name}.safetensors", model))}
-    advice = advise(analysis(ROOT, models, own=own, base=str(tmp_path / "base.safetensors")))
-    document = advice.recipe
-    document["output"] = str(tmp_path / "out.safetensors")
-    file = tmp_path / "recipe.toml"
-    file.write_text(tomli_w.dumps(document))
-    recipe = request_from_document(read_toml(file), str(file))
-    report = merge(recipe.changed(verbose=False))
-    assert report.method == document["method"]
+@pytest.mark.parametrize(("shape", "codes"), [((), []), ((2,), ["integers_differ"])])
+def test_a_network_with_different_integers_is_merged_as_advised(tmp_path, shape, codes):
+    for name, steps, layers in (("base", 100, ROOT), ("a", 130, ONE), ("b", 145, TWO)):
+        counter = {"1.num_batches_tracked": np.full(shape, steps)}
+        save(tmp_path / f"{name}.safetensors", {**layers, **counter})
+    files = [tmp_path / f"{name}.safetensors" for name in ("base", "a", "b")]
+    readiness, advice = judge(analyze(files[0], files[1:], verbose=False))
+    assert [f.code for f in readiness.findings if f.subjects == ("a", "b")] == codes
+    assert ("on_integer_mismatch" in advice.recipe) == bool(codes)
+    recipe = advice.recipe | {"output": str(tmp_path / "merged.safetensors"), "verbose": False}
+    assert merge(request_from_document(recipe, "advice")).method == recipe["method"]
+    assert (load_file(recipe["output"])["1.num_batches_tracked"] == 100).all()
 
 
 def test_words_and_json():
@@ -286,21 +226,3 @@ def test_words_and_json():
     document = json.loads(advice.to_json(), parse_constant=pytest.fail)
     assert document["recipe"] == advice.recipe
     assert document["suggestions"][0]["setting"] == "method"
-
-
-def test_the_kernels_and_numpy_lead_to_the_same_judgement():
-    models = {"math": ONE, "copy": ROOT, "half": mixed(ROOT, ONE, 0.5, TWO, 0.0), "code": TWO}
-    measured = analyze_arrays(ROOT, models, spectra="none")
-    own = {name: {"file": name, "origin": Origin.UNKNOWN} for name in models}
-    computed = analysis(ROOT, models, own=own, base="base")
-    assert [(each.code, each.subjects) for each in assess(measured).findings] == [
-        (each.code, each.subjects) for each in assess(computed).findings
-    ]
-    assert advise(measured).recipe == advise(computed).recipe
-
-
-def test_advice_on_real_models():
-    """Two of the demonstration's models change their base by 3 %, more than the limit."""
-    readiness, advice = judge(analyze(BASE, list(TUNED.values()), spectra="none", verbose=False))
-    assert advice.recipe["method"] == "linear"
-    assert (readiness.verdict, advice.left_out) == (Verdict.NO_DEFECT, ())

@@ -93,30 +93,6 @@ def test_bins_are_those_of_the_analysis():
     assert tallies.COUNTERS >= BINS
 
 
-def test_sums_are_those_of_numpy():
-    generator = np.random.default_rng(1)
-    base, *raws = generator.standard_normal((4, 10_001), np.float32)
-    deltas = [raw.astype(np.float64) - base for raw in raws]
-    sums, counts, pair_sums, pair_counts, shared, totals, bins = nothing_found(3)
-    found = (sums, counts, pair_sums, pair_counts, shared, totals, bins)
-    core.measure(base, raws, np.zeros(3, np.bool_), *found)
-    for delta, row, counted in zip(deltas, sums, bins, strict=True):
-        powers = [(delta**power).sum() for power in (1, 2, 3, 4)]
-        magnitudes = np.abs(delta).astype(np.float32).view(np.uint32) >> BIN_SHIFT
-        close = pytest.approx([*powers, np.abs(delta).sum(), delta @ base], rel=1e-6, abs=1e-2)
-        assert row.tolist() == close
-        exact = np.bincount(magnitudes, minlength=BINS)
-        assert np.abs(counted.sum(axis=0)[:BINS].astype(int) - exact).sum() <= 20  # float32
-    assert pair_sums.tolist() == pytest.approx(
-        [deltas[0] @ deltas[1], deltas[0] @ deltas[2], deltas[1] @ deltas[2]], rel=1e-5
-    )
-    assert totals.tolist() == pytest.approx(
-        [(base.astype(np.float64) ** 2).sum(), np.abs(sum(deltas)).sum()], rel=1e-6
-    )
-    assert shared[0] == base.size
-    assert pair_counts[0].tolist() == [base.size, np.count_nonzero(deltas[0] * deltas[1] > 0)]
-
-
 @settings(max_examples=200)
 @given(chunks(), st.integers(0, 5).map(lambda n: 2**n), st.integers(0, 2**30), st.booleans())
 @example((np.zeros(5, np.float32), [np.ones(5, np.float32)], None), 1, 0, False)
