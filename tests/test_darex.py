@@ -18,7 +18,6 @@ from dare.darex import (
     spread,
 )
 from dare.stages.dropping import balanced_q
-from helpers import save
 
 # ---------------------------------------------------------------- by score
 
@@ -76,20 +75,6 @@ def test_no_q_is_tried_below_the_keep_rate_or_above_one(drop_rate, best, step):
 def test_what_cannot_be_searched_is_refused(arguments, text):
     with pytest.raises((InputError, RecipeError), match=text):
         find_q_by_score(**{"score": lambda q: q, **arguments})
-
-
-# ---------------------------------------------------------------- by merges
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    def make(**given):
-        base = save(tmp_path / "base.safetensors", {"w": np.zeros(256, np.float32)})
-        tuned = save(tmp_path / "tuned.safetensors", {"w": np.ones(256, np.float32)})
-        fields = {"method": "darex+sum", "verbose": False, "threads": 1, **given}
-        return Request.of(base=base, models=[tuned], output=tmp_path / "out.safetensors", **fields)
-
-    return make
 
 
 # ---------------------------------------------------------------- by outputs
@@ -195,11 +180,13 @@ def test_what_the_formula_cannot_take_is_refused(arguments, text):
         analytic_q(*given, eta=eta)
 
 
-def test_rules_are_for_the_named_tensors_alone(recipe):
+def test_rules_are_for_the_named_tensors_alone():
     rules = rules_for_q({"w": 0.5, "h.0.[w]": 0.25})
     assert rules[1].matches("h.0.[w]")
     assert not rules[1].matches("h.0.w")
-    assert recipe(tensors=rules).recipe.settings_for("w", 0)[0]["q"] == 0.5
+    given = {"method": "darex+sum", "tensors": rules, "output": "out.safetensors"}
+    recipe = Request.of(base="base.safetensors", models=["tuned.safetensors"], **given).recipe
+    assert recipe.settings_for("w", 0)[0]["q"] == 0.5
 
 
 # ---------------------------------------------------------------- torch

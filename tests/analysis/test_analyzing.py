@@ -282,6 +282,17 @@ def test_the_top_of_equal_models_is_the_same(large):
     assert pair.total.cosine == pytest.approx(-1)
 
 
+def check_pair(found, base, models):
+    """Check what two models have in common, by NumPy."""
+    one, other = (deltas(base, model) for model in models)
+    for own, delta in zip(found.models, (one, other), strict=True):
+        check_statistics(own.total, delta)
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=1e-6)
+    both = np.abs(one + other).sum() / (np.abs(one).sum() + np.abs(other).sum())
+    assert found.together.cancelled == pytest.approx(1 - both, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "kind",
     [np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2],
@@ -293,11 +304,7 @@ def test_storage_types(kind):
     wide = {"w": base["w"].astype(np.float32) + weights(8, shape, 0.2)["w"]}
     models = [{"w": wide["w"].astype(kind)}, wide]
     found = analyze_arrays(base, models)
-    for own, model in zip(found.models, models, strict=True):
-        check_statistics(own.total, deltas(base, model))
-    one, other = (deltas(base, model) for model in models)
-    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
-    assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=1e-6)
+    check_pair(found, base, models)
     assert list(found.models[0].dtypes.values()) == [1000]
     assert found.models[1].dtypes == {"F32": 1000}
 
@@ -305,14 +312,8 @@ def test_storage_types(kind):
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_sizes_far_from_the_usual(size):
     base = {"w": np.zeros(500, np.float32)}
-    models = [{"w": weights(seed, {"w": (500,)}, size)["w"]} for seed in (1, 2)]
-    found = analyze_arrays(base, models)
-    one, other = (deltas(base, model) for model in models)
-    check_statistics(found.models[0].total, one)
-    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
-    assert found.pairs[0].total.cosine == pytest.approx(cosine, abs=1e-6)
-    both = np.abs(one + other).sum() / (np.abs(one).sum() + np.abs(other).sum())
-    assert found.together.cancelled == pytest.approx(1 - both, rel=1e-5)
+    models = [weights(seed, {"w": (500,)}, size) for seed in (1, 2)]
+    check_pair(analyze_arrays(base, models), base, models)
 
 
 def test_what_is_not_finite_is_counted_and_left_out():
@@ -368,45 +369,48 @@ def test_what_does_not_fit_is_left_out():
     del math_model["lost"], code_model["lost"]
     found = analyze_arrays(base, {"math": math_model, "code": code_model})
     assert Analysis.from_json(found.to_json()).left_out == found.left_out
+    unlike, counted = Misfit.UNLIKE_BASE, Misfit.NOT_WEIGHTS
+    sizes, types, pair = ((3,), "F32"), ((2, 3), "F32"), StoredForm((2,), "I64")
     assert found.left_out[:2] == (
-        LeftOut(
-            "a", Misfit.UNLIKE_BASE, ("math",), StoredForm((3,), "F32"), StoredForm((4,), "F32")
-        ),
-        LeftOut(
-            "b", Misfit.UNLIKE_BASE, ("code",), StoredForm((2, 3), "F32"), StoredForm((2, 3), "I32")
-        ),
+        LeftOut("a", unlike, ("math",), StoredForm(*sizes), StoredForm((4,), "F32")),
+        LeftOut("b", unlike, ("code",), StoredForm(*types), StoredForm((2, 3), "I32")),
     )
-    assert found.left_out[2].reason is Misfit.NOT_WEIGHTS
-    pair = StoredForm((2,), "I64")
-    steps, table, _, new = found.left_out[3:]
-    assert steps == LeftOut("steps", Misfit.NOT_WEIGHTS, ("code",), pair, pair)
-    assert (table.tensor, table.reason, table.models) == ("table", Misfit.UNLIKE_BASE, ("code",))
-    assert (new.tensor, new.reason, new.models) == ("new", Misfit.NOT_IN_BASE, ("math",))
+    assert found.left_out[3] == LeftOut("steps", counted, ("code",), pair, pair)
+    assert [(each.tensor, each.reason, each.models) for each in found.left_out[2:]] == [
+        ("ids", counted, ("math", "code")),
+        ("steps", counted, ("code",)),
+        ("table", unlike, ("code",)),
+        ("table", counted, ("math",)),
+        ("new", Misfit.NOT_IN_BASE, ("math",)),
+    ]
     assert [t.name for t in found.model("math").tensors] == ["b", "kept"]
     assert [t.name for t in found.model("code").tensors] == ["a", "kept"]
     assert found.model("math").missing == found.model("code").missing == ("lost",)
     assert found.base_dtypes == {"F32": 13, "I64": 10}
 
 
-def test_nothing_in_common_is_an_error():
-    with pytest.raises(InputError, match="y: in model 0"):
-        analyze_arrays({"x": np.ones(1, np.float32)}, [{"y": np.ones(1, np.float32)}])
-    with pytest.raises(RecipeError, match="no models"):
-        analyze_arrays({"x": np.ones(1, np.float32)}, [])
+ONES = {"w": np.ones(1, np.float32)}
 
 
-def test_settings_that_make_no_sense(tmp_path):
-    base = {"w": np.ones(1, np.float32)}
-    with pytest.raises(RecipeError, match="spectra = 'some'"):
-        analyze_arrays(base, [base], spectra="some")
-    with pytest.raises(RecipeError, match="max_memory = 1000000"):
-        analyze_arrays(base, [base], max_memory="1MB")
-    with pytest.raises(RecipeError, match="threads"):
-        analyze_arrays(base, [base], threads=0)
+@pytest.mark.parametrize(
+    ("error", "match", "models", "settings"),
+    [
+        (InputError, "y: in model 0", [{"y": np.ones(1, np.float32)}], {}),
+        (RecipeError, "no models", [], {}),
+        (RecipeError, "spectra = 'some'", [ONES], {"spectra": "some"}),
+        (RecipeError, "max_memory = 1000000", [ONES], {"max_memory": "1MB"}),
+        (RecipeError, "threads", [ONES], {"threads": 0}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(error, match, models, settings):
+    with pytest.raises(error, match=match):
+        analyze_arrays(ONES, models, **settings)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    base = save(tmp_path / "b.safetensors", ONES)
     with pytest.raises(InputError, match=r"absent\.safetensors"):
-        analyze(
-            save(tmp_path / "b.safetensors", base), [tmp_path / "absent.safetensors"], verbose=False
-        )
+        analyze(base, [tmp_path / "absent.safetensors"], verbose=False)
 
 
 # ---------------------------------------------------------------- properties
@@ -450,18 +454,6 @@ def test_a_tensor_cut_in_two(models, cut):
         assert one.total.cosine == pytest.approx(other.total.cosine, abs=1e-5)
     assert whole.together.cancelled == pytest.approx(parts.together.cancelled, abs=1e-5)
     assert whole.together.conflicted == parts.together.conflicted
-
-
-@settings(max_examples=12)
-@given(vectors)
-def test_deltas_of_twice_the_size(models):
-    one, two = of_vectors(models), of_vectors([2 * model for model in models])
-    for single, double in zip(one.models, two.models, strict=True):
-        assert double.total.norm == pytest.approx(2 * single.total.norm)
-        assert double.total.quantiles.p50 == 2 * single.total.quantiles.p50
-        assert double.total.zeros == single.total.zeros
-    assert [pair.total for pair in two.pairs] == [pair.total for pair in one.pairs]
-    assert two.together == one.together
 
 
 @settings(max_examples=12)
@@ -632,30 +624,6 @@ def save_adapter(folder, factors, alpha):
     return folder
 
 
-def test_an_adapter_changes_what_it_names(tmp_path):
-    stem = "model.layers.0.self_attn.q_proj"
-    base = weights(0, {f"{stem}.weight": (64, 48), "model.norm.weight": (48,)})
-    generator = np.random.default_rng(1)
-    a, b = (generator.standard_normal(s).astype(np.float32) for s in ((4, 48), (64, 4)))
-    folder = save_adapter(tmp_path / "adapter", {stem: (a, b)}, alpha=8)
-    full = tuned(base, 2)
-    files = [save(tmp_path / "base.safetensors", base), save(tmp_path / "full.safetensors", full)]
-    found = analyze(files[0], [folder, files[1]], verbose=False)
-    adapter = found.model("adapter")
-    assert (adapter.origin, adapter.likely_rank, adapter.is_adapter) == (Origin.LORA, 4, True)
-    assert adapter.missing == ("model.norm.weight",)
-    delta = 2.0 * (b.astype(np.float64) @ a)
-    assert adapter.total.elements == delta.size + 48
-    assert adapter.total.zeros == 48
-    assert adapter.total.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
-    norm = np.linalg.norm(np.concatenate([each.reshape(-1) for each in base.values()]))
-    assert adapter.total.base_norm == pytest.approx(norm, rel=1e-5)
-    dot = delta.reshape(-1) @ deltas({f"{stem}.weight": base[f"{stem}.weight"]}, full)
-    lengths = np.linalg.norm(delta) * np.linalg.norm(deltas(base, full))
-    assert found.pairs[0].total.cosine == pytest.approx(dot / lengths, abs=1e-6)
-    assert found.model("full").is_adapter is False
-
-
 def test_an_adapter_and_its_merged_model_are_judged_alike(tmp_path):
     stem = "model.layers.{}.self_attn.{}_proj"
     shapes = {f"{stem.format(n, each)}.weight": (96, 64) for n in range(3) for each in "qkv"}
@@ -664,11 +632,19 @@ def test_an_adapter_and_its_merged_model_are_judged_alike(tmp_path):
     for name in [stem.format(number, each) for number in range(2) for each in "qv"]:
         a, b = (0.02 * generator.standard_normal(s, np.float32) for s in ((4, 64), (96, 4)))
         factors[name] = (a, b)
-        merged[f"{name}.weight"] = base[f"{name}.weight"] + b @ a
+        merged[f"{name}.weight"] = base[f"{name}.weight"] + 2 * b @ a
     files = [save(tmp_path / f"{n}.safetensors", m) for n, m in (("b", base), ("m", merged))]
-    models = [save_adapter(tmp_path / "adapter", factors, alpha=4), files[1]]
-    adapter, whole = analyze(files[0], models, verbose=False).models
+    models = [save_adapter(tmp_path / "adapter", factors, alpha=8), files[1]]
+    both = analyze(files[0], models, verbose=False)
+    adapter, whole = both.models
     alone = analyze(files[0], models[:1], verbose=False).models[0]
+    assert (adapter.is_adapter, whole.is_adapter) == (True, False)
+    assert (adapter.origin, adapter.likely_rank) == (Origin.LORA, 4)
+    assert adapter.missing == tuple(sorted(base.keys() - {f"{name}.weight" for name in factors}))
+    assert both.pairs[0].total.cosine == pytest.approx(1, abs=1e-6)
+    assert adapter.total.norm == pytest.approx(np.linalg.norm(deltas(base, merged)), rel=1e-5)
+    norm = np.linalg.norm(np.concatenate([each.reshape(-1) for each in base.values()]))
+    assert adapter.total.base_norm == pytest.approx(norm, rel=1e-5)
     for found in (adapter, alone):
         assert found.total.relative_norm == pytest.approx(whole.total.relative_norm, rel=1e-5)
         assert found.total.elements == whole.total.elements

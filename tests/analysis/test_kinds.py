@@ -8,45 +8,31 @@ from dare.analysis.results import Kind
 NAMES = {
     Kind.ATTENTION: """
         model.layers.0.self_attn.q_proj.weight
-        model.layers.31.self_attn.o_proj.bias
         transformer.h.3.attn.c_attn.weight
         h.3.attn.c_proj.weight
         gpt_neox.layers.7.attention.query_key_value.weight
         gpt_neox.layers.7.attention.dense.weight
         encoder.layer.2.attention.self.query.weight
-        encoder.layer.2.attention.output.dense.weight
         bert.encoder.layer.11.attention.self.value.bias
-        encoder.block.0.layer.0.SelfAttention.q.weight
-        encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight
         decoder.block.4.layer.1.EncDecAttention.o.weight
         blocks.5.attn.qkv.weight
         vit.encoder.layer.3.attention.attention.key.weight
         vision_model.encoder.layers.3.self_attn.out_proj.weight
-        transformer.layer.1.attention.q_lin.weight
-        transformer.blocks.2.attn.Wqkv.weight
         blk.7.attn_q.weight
-        model.diffusion_model.input_blocks.1.1.transformer_blocks.0.attn2.to_out.0.weight
         double_blocks.0.txt_attn.qkv.weight
         transformer_blocks.18.attn.add_k_proj.weight
         conditioner.embedders.1.model.transformer.resblocks.3.attn.in_proj_weight
-        model.decoder.layers.4.encoder_attn.k_proj.weight
     """,
     Kind.MLP: """
         model.layers.0.mlp.gate_proj.weight
-        model.layers.0.mlp.down_proj.weight
-        model.layers.5.block_sparse_moe.experts.3.w2.weight
         model.layers.5.block_sparse_moe.gate.weight
-        model.layers.5.mlp.experts.17.up_proj.weight
-        model.layers.5.mlp.shared_expert.down_proj.weight
         model.layers.5.mlp.gate.weight
         transformer.h.3.mlp.c_fc.weight
-        transformer.h.3.mlp.c_proj.weight
         gpt_neox.layers.7.mlp.dense_h_to_4h.weight
         encoder.layer.2.intermediate.dense.weight
         encoder.layer.2.output.dense.weight
         encoder.block.0.layer.1.DenseReluDense.wi_0.weight
         blocks.5.mlp.fc1.weight
-        transformer.layer.1.ffn.lin2.weight
         model.decoder.layers.4.fc2.weight
         blk.7.ffn_gate.weight
         model.diffusion_model.input_blocks.1.1.transformer_blocks.0.ff.net.0.proj.weight
@@ -56,15 +42,9 @@ NAMES = {
     """,
     Kind.NORM: """
         model.layers.0.input_layernorm.weight
-        model.layers.0.post_attention_layernorm.weight
-        model.layers.0.pre_feedforward_layernorm.weight
-        model.layers.0.self_attn.q_norm.weight
-        model.norm.weight
         transformer.h.3.ln_1.weight
-        transformer.ln_f.bias
         encoder.layer.2.attention.output.LayerNorm.weight
         embeddings.LayerNorm.bias
-        encoder.block.0.layer.0.layer_norm.weight
         blocks.5.norm1.weight
         backbone.layers.0.norm.weight
         blk.7.attn_norm.weight

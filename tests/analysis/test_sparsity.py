@@ -7,19 +7,11 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 import dare
 from dare.analysis.readiness import Verdict
 from dare.analysis.sparsity import Configuration, DARESparsityAnalyzer, dare_merge_readiness
-from dare.checks.dropping import relative_error
-from dare.demo.llama import Llama, read_weights
-from dare.demo.merges import BASE, CONFIG, TUNED
-from dare.demo.tasks import TASKS, held_out_english
 from dare.errors import InputError, RecipeError
-from dare.kernels.linalg import one_blas_thread
 from helpers import save
 
 SHAPE = (256, 512)
@@ -38,64 +30,33 @@ DELTA = {
 }
 
 
-def test_totals_by_hand():
+def test_figures_by_hand():
     found = analyze(DELTA, sparsity_threshold=0.1)
-    assert found.total_parameters == 6
-    assert found.non_zero_parameters == 4
+    assert (found.total_parameters, found.non_zero_parameters) == (6, 4)
     assert found.effective_sparsity == pytest.approx(3 / 6)  # under 0.2: 0, 0.01 and 0
     squares, fourths = 0.25 + 4 + 1 + 1e-4, 0.0625 + 16 + 1 + 1e-8
     assert found.essential_fraction == pytest.approx(squares**2 / (6 * fourths))
     assert found.relative_norm == pytest.approx(math.sqrt(squares / 6) / 0.02)
     assert not found.has_base
-
-
-def test_layers_by_hand():
-    found = analyze(DELTA, sparsity_threshold=0.1).per_layer_sparsity
-    first, second = found["first"], found["second"]
-    assert (first.layer_name, first.parameter_count) == ("first", 4)
-    assert first.sparsity == 1 / 4
-    assert first.mean_magnitude == pytest.approx(3.5 / 4)
-    assert first.max_magnitude == 2
+    first, second = found.per_layer_sparsity["first"], found.per_layer_sparsity["second"]
+    assert (first.layer_name, first.parameter_count, first.sparsity) == ("first", 4, 1 / 4)
+    assert (first.mean_magnitude, first.max_magnitude) == (pytest.approx(3.5 / 4), 2)
     assert first.has_significant_updates
     assert second.sparsity == 1.0  # beside the largest of all, not of its own
     assert not second.has_significant_updates
 
 
 def test_magnitudes_are_those_of_numpy():
-    generator = np.random.default_rng(0)
-    values = generator.laplace(0, 0.001, 100_001).astype(np.float32)
+    values = np.random.default_rng(0).laplace(0, 0.001, 100_001).astype(np.float32)
     values[:1000] = 0
     stats = analyze({"w": values}).magnitude_stats
     sizes = np.abs(values).astype(np.float64)
     assert stats.mean == pytest.approx(sizes.mean())
     assert stats.standard_deviation == pytest.approx(sizes.std())
-    assert stats.max == sizes.max()
-    assert stats.min_non_zero == sizes[sizes > 0].min()
-    shares = (
-        (stats.percentile1, 0.01),
-        (stats.percentile5, 0.05),
-        (stats.median, 0.5),
-        (stats.percentile95, 0.95),
-        (stats.percentile99, 0.99),
-    )
-    for found, share in shares:
-        assert found == pytest.approx(np.quantile(sizes, share), rel=0.004)
-
-
-@given(
-    arrays(np.float32, st.integers(1, 19), elements=st.floats(-1, 1, width=16)),
-    st.sampled_from([0.001, 0.01, 0.3]),
-)
-@settings(max_examples=20, deadline=None)
-def test_sparsity_is_the_share_under_the_threshold(values, threshold):
-    found = analyze({"w": values}, sparsity_threshold=threshold)
-    sizes = np.abs(values).astype(np.float64)
-    limit = threshold * sizes.max()
-    if limit:  # right up to elements that are as large as the threshold to 0.4 %
-        assert found.effective_sparsity <= (sizes <= limit * 1.004).mean() + 1e-9
-        assert found.effective_sparsity >= (sizes < limit * 0.996).mean() - 1e-9
-    else:
-        assert found.effective_sparsity == 1.0
+    assert (stats.max, stats.min_non_zero) == (sizes.max(), sizes[sizes > 0].min())
+    found = [getattr(stats, f"percentile{n}") for n in (1, 5, 95, 99)]
+    expected = np.quantile(sizes, (0.01, 0.05, 0.95, 0.99, 0.5))
+    assert [*found, stats.median] == pytest.approx(expected, rel=0.004)
 
 
 def test_a_delta_and_what_it_is_the_delta_of_are_the_same():
@@ -236,73 +197,6 @@ def test_the_recommendation_depends_on_the_size():
     assert bold.recommended_drop_rate == 0.99
 
 
-class Spy:
-    """A matrix that keeps what it is multiplied with."""
-
-    __array_ufunc__ = None
-
-    def __init__(self, weights, seen):
-        self.weights, self.seen = weights, seen
-
-    def __rmatmul__(self, inputs):
-        self.seen.append(inputs)
-        return inputs @ self.weights
-
-
-MATRICES = {
-    "attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-
-
-def real_inputs(task):
-    """What really goes into each matrix of a fine-tune: its own task's prompts, and English."""
-    model = Llama(TUNED[task.name], CONFIG)
-    seen = {}
-    for number, layer in enumerate(model._layers):
-        spies = {
-            joined: Spy(layer[joined], seen.setdefault((number, joined), [])) for joined in MATRICES
-        }
-        model._layers[number] = {**layer, **spies}
-    lines = "\n".join(prompt + answer for prompt, answer in task.examples("test", 50)).encode()
-    texts = np.frombuffer(lines[:120] + held_out_english()[:120], np.uint8).reshape(2, 120)
-    model.logits(texts.astype(np.intp))
-    return {
-        f"model.layers.{number}.{name}.weight": np.concatenate(inputs)
-        for (number, joined), inputs in seen.items()
-        for name in MATRICES[joined]
-    }
-
-
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_the_recommended_rate_keeps_the_outputs_of_real_layers_within_the_bound(task):
-    found = DARESparsityAnalyzer().analyze(BASE, TUNED[task.name])
-    rate = found.recommended_drop_rate
-    assert 0.5 < rate < 0.9
-    assert found.output_error <= BOUND
-    base, tuned = read_weights(BASE), read_weights(TUNED[task.name])
-    dropped = dare.dare_sparsify(base, tuned, drop_rate=rate, seed=7)
-    errors, elements, ratios = [], [], []
-    with one_blas_thread():
-        all_inputs = real_inputs(task)
-    for name, inputs in all_inputs.items():
-        wanted = inputs @ tuned[name].T
-        got = inputs @ dropped[name].T
-        errors.append(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
-        elements.append(wanted.size)
-        predicted = relative_error(rate) * found.per_layer_sparsity[name].relative_norm
-        ratios.append(errors[-1] / predicted)
-    assert len(errors) == 35
-    assert math.sqrt(np.average(np.square(errors), weights=elements)) <= BOUND
-    assert max(errors) <= 2 * BOUND
-    # Real inputs do prefer directions; by so much the prediction is off.
-    assert min(ratios) > 0.2
-    assert max(ratios) < 2.2
-    assert 0.75 < np.median(ratios) < 1.05
-
-
 def test_beside_a_base_of_zeros_there_is_no_relative_error():
     _, tuned = shaped("gaussian")
     found = analyze({"w": np.zeros(SHAPE, np.float32)}, tuned)
@@ -360,21 +254,6 @@ def test_the_verdict_is_that_of_assess(name):
     assert [str(each) for each in own.findings if each.code != "fit"] == list(
         map(str, analyzed.findings)
     )
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.9])
-def test_the_error_of_a_sparse_delta_is_what_is_promised(rate):
-    generator = np.random.default_rng(2)
-    base = {"w": generator.normal(0, 0.02, SHAPE).astype(np.float32)}
-    tuned = {"w": (base["w"] + sparse(0.01)).astype(np.float32)}
-    found = analyze(base, tuned)
-    assert found.recommended_drop_rate >= 0.9
-    dropped = dare.dare_sparsify(base, tuned, drop_rate=rate)
-    inputs = generator.standard_normal((64, SHAPE[1]))
-    wanted = inputs @ tuned["w"].T
-    error = np.linalg.norm(inputs @ dropped["w"].T - wanted) / np.linalg.norm(wanted)
-    assert error == pytest.approx(relative_error(rate) * found.relative_norm, rel=0.1)
-    assert error < found.output_error <= BOUND
 
 
 def test_words_and_json():

@@ -1,4 +1,7 @@
-"""What docs/evidence.md says of stored results: hand-computed values, and that it is up to date."""
+"""What docs/evidence.md says of stored results: hand-computed values, and that it is up to date.
+
+A table that is on the page is checked there: `test_the_page_is_up_to_date`.
+"""
 
 from __future__ import annotations
 
@@ -225,12 +228,6 @@ def test_the_advice_is_counted_by_what_it_does(evidence: ModuleType) -> None:
     assert new["**all**"] == ["1", "1", "0 / 0 / 1", "−5.0"]
 
 
-def test_advice_against_other_choices(evidence: ModuleType) -> None:
-    rows = rows_of(block_of(evidence, "advice-rivals", advised("w", gains=GOOD)))
-    assert rows["base"] == ["1", "1 / 0 / 0", "+13.0"]
-    assert rows["tsv tuned"] == ["1", "0 / 1 / 0", "+1.0"]  # half-width √2
-
-
 def test_dropping_helps_beyond_chance_only_after_a_correction(evidence: ModuleType) -> None:
     plain = {"linear": (60.0, 0.0), "ties": (50.0, 0.6)}
     sets = [
@@ -244,66 +241,9 @@ def test_dropping_helps_beyond_chance_only_after_a_correction(evidence: ModuleTy
     assert block_of(evidence, "helped-share", *sets) == "1 of 4 comparisons"
 
 
-def test_sets_are_classed_by_their_largest_change(evidence: ModuleType) -> None:
-    sets = []
-    for change, left_out in ((0.0099, []), (0.01, []), (0.3, []), (0.3, [2])):
-        entry = advised("w", change=change, left_out=left_out)
-        dropped = {f"dare+{name} 0.9": {"score": 50.0} for name in ("linear", "sum", "ties")}
-        entry["scores"] |= dropped | {"ties": {"score": 60.0}}
-        sets.append(entry)
-    rows = rows_of(block_of(evidence, "by-size", *sets))
-    found = {name: row[0] for name, row in rows.items() if row[0] != "0"}
-    assert found == {"under 1 %": "1", "1 to 2 %": "1", "over 25 %": "1"}
-    assert rows["over 25 %"] == ["1", "1", "−10.0", "+10.0", "−10.0"]
-
-
-def test_training_seeds_stand_beside_each_other(
-    evidence: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["tables"], "CLAIMS", (("sum", "linear"),))
-    sets = [
-        a_set("w", linear=(60.0, 0.0), sum=(score, 1.0)) | {"kind": kind}
-        for score, kind in ((61.0, "pair"), (63.0, "pair"), (50.0, "many"))
-    ]
-    rows = rows_of(block_of(evidence, "training-seeds", *sets))
-    assert rows == {"`sum` against `linear`": ["+1.0 / +3.0", "± 1.0", "± 2.8"]}  # 1.96·√2
-
-
-def test_the_newest_methods_are_held_against_what_is_tuned(
-    evidence: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables = sys.modules["tables"]
-    monkeypatch.setattr(tables, "NEWEST", ("dc",))
-    monkeypatch.setattr(tables, "BESIDE_NEWEST", ("tsv",))
-    scores = dict.fromkeys(("linear", "linear_tuned", "tsv", "tsv_tuned"), (60.0, 1.0))
-    sets = [
-        a_set(world, **scores, dc=(59.5, 1.0), dc_tuned=(better, 1.0))
-        for world, better in zip("abcd", (61.0, 62.0, 61.0, 62.0), strict=True)
-    ]
-    text = block_of(evidence, "newest", *sets, a_set("e", **scores))
-    rows = rows_of(text)
-    assert rows["`dc`"][:3] == ["4", "0 / 4 / 0", "−0.5 (−0.5 … −0.5)"]
-    assert rows["`dc`"][3].startswith("+1.5 (+1.")
-    assert rows["`tsv`"][0] == "4"  # not the set that lacks a newest method
-    assert "than tuned `linear`: `dc`; than tuned `tsv`: `dc`" in text
-
-
 @pytest.mark.parametrize("name", ["newest", "advice", "advice-new"])
 def test_without_scored_sets_the_page_says_so(evidence: ModuleType, name: str) -> None:
     assert block_of(evidence, name, a_set("w")) == sys.modules["tables"].NOTHING_STORED
-
-
-def test_what_survives_is_counted_by_task_and_without_own_tasks(evidence: ModuleType) -> None:
-    scores = {"base": [50, 50], "single 0": [90, 40], "single 1": [44, 80]}
-    scores |= {key: [60, 44] for key in ("linear", "sum", "ties", "tsv", "model_stock")}
-    entry = {"world": "w", "tasks": ["a", "up down"], "strangers": [], "models": []}
-    entry["models"] = ["full-usual-a-0", "lora-harsh-up_down-1"]
-    entry["scores"] = {name: {"by_task": found} for name, found in scores.items()}
-    lines = block_of(evidence, "survives", entry).splitlines()[2:4]
-    assert [line.split(" | ")[1:] for line in lines] == [
-        ["2", "−8.0", "100 % |"],
-        ["2", "+2.0", "50 % |"],
-    ]
 
 
 def test_blocks_are_filled_in_place(report: ModuleType, evidence: ModuleType) -> None:
