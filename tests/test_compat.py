@@ -40,12 +40,6 @@ def vector(*values):
 # ---------------------------------------------------------------- dare_sparsify and dare_drop
 
 
-@pytest.mark.parametrize("rate", [1.0, 1.2, -0.1])
-def test_a_rate_outside_the_range_is_refused(rate):
-    with pytest.raises(ValueError, match="drop_rate"):
-        dare_drop(vector(1), drop_rate=rate)
-
-
 def test_no_value_for_a_setting_is_refused():
     base, model = vector(0, 0), vector(1, 1)
     for call in (
@@ -96,20 +90,21 @@ def test_what_is_no_array_is_refused():
 # ---------------------------------------------------------------- TIES pieces
 
 
-def test_trim_counts_what_is_not_zero():
-    found = ties_trim(vector(0, 0, 1, -3, 0, 2, 4, 0), keep_ratio=0.5)
-    assert found["w"].tolist() == [0, 0, 0, -3, 0, 0, 4, 0]
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_pieces_of_ties_by_hand(library):
+    def vectors(*rows):
+        if library == "numpy":
+            return [vector(*row) for row in rows]
+        torch = pytest.importorskip("torch")
+        return [{"w": torch.tensor(row, dtype=torch.bfloat16)} for row in rows]
 
-
-def test_elect_sign_of_the_sum():
-    found = ties_elect_sign([vector(3, 1, 0, 1), vector(-1, -2, 0, -1)])
-    assert found["w"].tolist() == [1, -1, 0, 0]
-
-
-def test_disjoint_merge_averages_those_that_agree():
-    vectors = [vector(3, 1, 5), vector(1, -2, 0), vector(-1, -4, 0)]
-    found = ties_disjoint_merge(vectors, ties_elect_sign(vectors))
-    assert found["w"].tolist() == [2, -3, 5]
+    (counted,) = vectors((0, 0, 1, -3, 0, 2, 4, 0))  # what is not zero counts
+    assert ties_trim(counted, keep_ratio=0.5)["w"].tolist() == [0, 0, 0, -3, 0, 0, 4, 0]
+    signs = ties_elect_sign(vectors((3.0, 1, 0, 1), (-1, -2, 0, -1)))  # of the sum
+    assert signs["w"].tolist() == [1, -1, 0, 0]
+    three = vectors((3.0, 1, 5), (1, -2, 0), (-1, -4, 0))
+    merged = ties_disjoint_merge(three, ties_elect_sign(three))["w"]  # the mean of those that agree
+    assert (merged.dtype, merged.tolist()) == (three[0]["w"].dtype, [2, -3, 5])
 
 
 def test_pieces_that_do_not_fit_are_refused():
@@ -176,38 +171,25 @@ def test_elements_that_are_not_finite_are_reported_and_not_counted():
 # ---------------------------------------------------------------- files
 
 
-@pytest.fixture
-def files(tmp_path):
-    generator = np.random.default_rng(2)
-    base = {"w": generator.standard_normal(5000).astype(np.float32), "b": np.zeros(3, np.float32)}
-    paths = [save(tmp_path / "base.safetensors", base)]
-    for number in range(2):
-        model = {"w": base["w"] + generator.standard_normal(5000).astype(np.float32) / 1000}
-        if number:
-            model["b"] = np.ones(3, np.float32)
-        paths.append(save(tmp_path / f"m{number}.safetensors", model))
-    return paths
-
-
-@pytest.mark.parametrize("merge_method", ["linear", "ties"])
-def test_dare_merge_writes_bfloat16_and_counts_a_missing_tensor_as_unchanged(
-    files, tmp_path, merge_method
-):
+@pytest.mark.parametrize(
+    ("settings", "kind", "w", "b"),
+    [
+        ({}, ml_dtypes.bfloat16, [1.5, 3.0], [0.5] * 3),
+        ({"merge_method": "ties"}, ml_dtypes.bfloat16, [1.5, 3.0], [1.0] * 3),
+        ({"lambda_coeff": 0.5, "dtype": "float32"}, np.float32, [1.25, 2.5], [0.25] * 3),
+    ],
+)
+def test_dare_merge_counts_a_missing_tensor_as_unchanged(tmp_path, settings, kind, w, b):
+    base, model = vector(1.0, 2.0) | {"b": np.zeros(3, np.float32)}, vector(1.5, 3.0)
+    models = {"base": base, "m0": model, "m1": {**model, "b": np.ones(3, np.float32)}}
+    first, *others = [save(tmp_path / f"{n}.safetensors", each) for n, each in models.items()]
     output = tmp_path / "out.safetensors"
     with pytest.warns(DareWarning) as caught:
-        dare_merge(files[0], files[1:], output, drop_rate=0.0, merge_method=merge_method)
+        dare_merge(first, others, output, drop_rate=0.0, **settings)
     assert any("b: Not in m0" in str(warning.message) for warning in caught)
     merged = load_file(output)
-    assert merged["w"].dtype == ml_dtypes.bfloat16
-    assert merged["b"].tolist() == ([0.5] * 3 if merge_method == "linear" else [1.0] * 3)
-
-
-def test_dare_merge_scales_by_lambda(tmp_path):
-    base, model = vector(1.0, 2.0), vector(2.0, 4.0)
-    paths = [save(tmp_path / "b.safetensors", base), save(tmp_path / "m.safetensors", model)]
-    output = tmp_path / "out.safetensors"
-    dare_merge(paths[0], paths[1:], output, drop_rate=0.0, lambda_coeff=0.5, dtype="float32")
-    assert load_file(output)["w"].tolist() == [1.5, 3.0]
+    assert merged["w"].dtype == kind
+    assert (merged["w"].tolist(), merged["b"].tolist()) == (w, b)
 
 
 # ---------------------------------------------------------------- empty arrays
@@ -260,21 +242,6 @@ def numpy_of(tensor):
     name = str(tensor.dtype).removeprefix("torch.")
     dtype = getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else np.dtype(name)
     return tensor.view(torch.uint8).numpy().view(dtype)
-
-
-def test_torch_task_vectors_go_through_every_function():
-    torch = pytest.importorskip("torch")
-    vectors = [
-        {"w": torch.tensor([3.0, 1.0, 5.0], dtype=torch.bfloat16)},
-        {"w": torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16)},
-    ]
-    elected = ties_elect_sign(vectors)
-    merged = ties_disjoint_merge(vectors, elected)["w"]
-    assert merged.dtype == torch.bfloat16
-    assert merged.tolist() == [2.0, -2.0, 5.0]
-    assert ties_trim(vectors[0], 0.4)["w"].tolist() == [0.0, 0.0, 5.0]
-    assert dare_drop(vectors[0], 0.0)["w"].tolist() == [3.0, 1.0, 5.0]
-    assert detect_delta_sparsity(vectors[1]) == pytest.approx(1 / 3)
 
 
 def test_torch_tensors_that_need_gradients_or_are_not_contiguous_are_read():

@@ -49,19 +49,12 @@ def pair(dtype=np.float32, tuned_dtype=None):
         "embed.weight": weights(1, 40, 12),
         "layer.weight": weights(2, 33, 31),
         "layer.bias": weights(3, 9),
-        "frozen.weight": weights(4, 8, 8),
     }
     tuned = {name: w + weights(9, *w.shape, scale=0.1) for name, w in base.items()}
-    tuned["frozen.weight"] = base["frozen.weight"]
-    tuned_dtype = tuned_dtype or dtype
-    positions = {"positions": np.arange(5)}
-    return (
-        {name: w.astype(dtype) for name, w in base.items()} | positions,
-        {
-            name: w.astype(dtype if name == "frozen.weight" else tuned_dtype)
-            for name, w in tuned.items()
-        }
-        | positions,
+    same = {"frozen.weight": weights(4, 8, 8, dtype=dtype), "positions": np.arange(5)}
+    return tuple(
+        {name: w.astype(kind) for name, w in arrays.items()} | same
+        for arrays, kind in ((base, dtype), (tuned, tuned_dtype or dtype))
     )
 
 
@@ -92,6 +85,18 @@ def data_of(path):
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
+def merge(base, models, output, method, **settings):
+    recipe = dare.Request.of(
+        base=base, models=models, output=output, method=method, **settings, **QUIET
+    )
+    return dare.merge(recipe)
+
+
+def apply(base, delta, output, **settings):
+    dare.apply_delta(base, delta, output, **settings, **QUIET)
+    return output
+
+
 # ---------------------------------------------------------------- native values
 
 
@@ -115,22 +120,18 @@ def test_native_values_give_what_merging_the_model_gives(
     tuned = {"w": weights(3, *shape, dtype=TYPES[tuned_type]), "v": weights(4, 5)}
     files = [save(folder / f"{n}.safetensors", x) for n, x in (("base", base), ("math", tuned))]
     dare.compress(*files, folder / NAME, drop_rate=rate, seed=seed, **QUIET)
-    dare.apply_delta(files[0], folder / NAME, folder / "applied.safetensors", **QUIET)
+    applied = apply(files[0], folder / NAME, folder / "applied.safetensors")
     stages = {"dare": {"drop_rate": rate}}
-    recipe = dare.Request.of(
-        base=files[0],
-        models=[files[1]],
-        method="dare+sum",
-        stages=stages,
-        seed=seed,
-        output=folder / "merged.safetensors",
-        **QUIET,
-    )
-    dare.merge(recipe)
-    applied, merged = folder / "applied.safetensors", folder / "merged.safetensors"
+    merged = folder / "merged.safetensors"
+    merge(files[0], files[1:], merged, "dare+sum", stages=stages, seed=seed)
     assert data_of(applied) == data_of(merged)
     if base_type == tuned_type or rate == 0:
         assert sha256(applied) == sha256(merged)
+    live, delta = {name: array.copy() for name, array in base.items()}, folder / NAME
+    with dare.load_delta(delta).applied(live):
+        for name, raw in tensors_of(applied).items():
+            assert live[name].tobytes() == raw.tobytes()
+    assert all(live[name].tobytes() == array.tobytes() for name, array in base.items())
 
 
 @pytest.mark.parametrize("tuned_type", [np.float32, np.float16])
@@ -142,7 +143,7 @@ def test_tensors_that_the_file_does_not_drop_are_whole(tmp_path, tuned_type, rat
         for name, arrays in zip(("base", "math"), pair(np.float32, tuned_type), strict=True)
     ]
     dare.compress(*files, tmp_path / NAME, drop_rate=0.5, drop_rates=rates, bits=bits, **QUIET)
-    dare.apply_delta(files[0], tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    apply(files[0], tmp_path / NAME, tmp_path / "a.safetensors")
     merge(files[0], [tmp_path / NAME], tmp_path / "b.safetensors", "dare+sum")
     live = {name: raw.copy() for name, raw in pair(np.float32)[0].items()}
     dare.load_delta(tmp_path / NAME).apply_(live)
@@ -159,24 +160,6 @@ def test_tensors_that_the_file_does_not_drop_are_whole(tmp_path, tuned_type, rat
         }
 
 
-@pytest.mark.parametrize(
-    ("kind", "tuned_kind"), [("F32", "F16"), ("F64", "F32"), ("F64", "F64"), ("BF16", "F32")]
-)
-@pytest.mark.parametrize("rate", [0.0, 1e-9, 0.5])
-def test_a_live_model_gets_what_is_written(tmp_path, kind, tuned_kind, rate):
-    arrays = {"w": weights(1, 300, dtype=TYPES[kind])}
-    base = save(tmp_path / "base.safetensors", arrays)
-    tuned = {"w": weights(3, 300, dtype=TYPES[tuned_kind])}
-    model = save(tmp_path / "model.safetensors", tuned)
-    dare.compress(base, model, tmp_path / NAME, drop_rate=rate, **QUIET)
-    dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
-    live, delta = {"w": arrays["w"].copy()}, dare.load_delta(tmp_path / NAME)
-    delta.apply_(live)
-    assert live["w"].tobytes() == tensors_of(tmp_path / "a.safetensors")["w"].tobytes()
-    delta.remove_(live)
-    assert live["w"].tobytes() == arrays["w"].tobytes()
-
-
 def test_a_chunk_of_another_type_is_not_the_bases(tmp_path):
     base = save(tmp_path / "base.safetensors", {"w": np.zeros(4, np.float32)})
     model = save(tmp_path / "model.safetensors", {"w": np.ones(4, np.float16)})
@@ -187,7 +170,7 @@ def test_a_chunk_of_another_type_is_not_the_bases(tmp_path):
     parts["index"] = (kind, shape, (-1).to_bytes(8, "little", signed=True) + rows[8:])
     (tmp_path / NAME).write_bytes(put_together(notes, parts, sound=True))
     with pytest.raises(InputError, match=r"damaged: w has the base's values, in another type"):
-        dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+        apply(base, tmp_path / NAME, tmp_path / "a.safetensors")
 
 
 def test_large_tensors_are_stored_chunk_by_chunk(tmp_path):
@@ -236,8 +219,8 @@ def test_changes_that_are_not_finite_are_not_rounded(tmp_path):
     dare.compress(*files, tmp_path / NAME, drop_rate=0.0, **QUIET)
     given = files[0], tmp_path / NAME, tmp_path / "a.safetensors"
     with pytest.raises(InputError, match=r"1 of 9 elements of w is NaN .*allow_not_finite = true"):
-        dare.apply_delta(*given, **QUIET)
-    dare.apply_delta(*given, allow_not_finite=True, **QUIET)
+        apply(*given)
+    apply(*given, allow_not_finite=True)
     assert np.isnan(tensors_of(tmp_path / "a.safetensors")["w"][3])
 
 
@@ -267,7 +250,7 @@ def test_lossless_gives_the_models_own_file(tmp_path_factory, dtype, how, elemen
         save(folder / "math.safetensors", {name: tuned, "more": weights(8, 3)}),
     ]
     dare.compress(*files, folder / NAME, lossless=True, **QUIET)
-    dare.apply_delta(files[0], folder / NAME, folder / "again.safetensors", **QUIET)
+    apply(files[0], folder / NAME, folder / "again.safetensors")
     assert sha256(folder / "again.safetensors") == sha256(files[1])
     assert dare.verify(folder / "again.safetensors").ok
 
@@ -289,7 +272,7 @@ def test_lossless_gives_a_folder_back_as_it_was(tmp_path):
         "model.safetensors.index.json": "whole",
         "tokenizer.json": "base",
     }
-    dare.apply_delta(tmp_path / "base", tmp_path / NAME, tmp_path / "again", **QUIET)
+    apply(tmp_path / "base", tmp_path / NAME, tmp_path / "again")
     assert set(listing(tmp_path / "again")) == {
         *listing(tmp_path / "math"),
         "dare-manifest.json",
@@ -298,21 +281,16 @@ def test_lossless_gives_a_folder_back_as_it_was(tmp_path):
         assert sha256(tmp_path / "again" / name) == sha256(tmp_path / "math" / name), name
     assert dare.verify(tmp_path / "again").ok
     with pytest.raises(DareError, match="3 weight files"):
-        dare.apply_delta(tmp_path / "base", tmp_path / NAME, tmp_path / "x.safetensors", **QUIET)
+        apply(tmp_path / "base", tmp_path / NAME, tmp_path / "x.safetensors")
 
 
 def test_a_lossless_file_is_read_as_the_model(models, tmp_path):
     dare.compress(*models, tmp_path / NAME, lossless=True, **QUIET)
     for method in ("dare+linear", "ties", "trim+sum"):
-        outputs = []
-        for model, name in ((models[1], "m"), (tmp_path / NAME, "d")):
-            output = tmp_path / f"{name}-{method}.safetensors"
-            recipe = dare.Request.of(
-                base=models[0], models=[model], method=method, output=output, **QUIET
-            )
-            dare.merge(recipe)
-            outputs.append(sha256(output))
-        assert outputs[0] == outputs[1]
+        outputs = [tmp_path / f"{name}-{method}.safetensors" for name in "md"]
+        for model, output in zip((models[1], tmp_path / NAME), outputs, strict=True):
+            merge(models[0], [model], output, method)
+        assert sha256(outputs[0]) == sha256(outputs[1])
 
 
 # ---------------------------------------------------------------- merging from delta files
@@ -332,13 +310,6 @@ def three(tmp_path):
         }
         files.append(save(tmp_path / f"{name}.safetensors", tuned))
     return save(tmp_path / "base.safetensors", base), files
-
-
-def merge(base, models, output, method, **settings):
-    recipe = dare.Request.of(
-        base=base, models=models, output=output, method=method, **settings, **QUIET
-    )
-    return dare.merge(recipe)
 
 
 def compressed(base, models, **asked):
@@ -483,16 +454,8 @@ def test_a_tied_head_is_stored_once_and_read_under_both_names(tmp_path):
         folders.append(folder)
     dare.compress(*folders, tmp_path / NAME, drop_rate=0.5, **QUIET)
     assert open_delta(tmp_path / NAME).notes.tensors["lm_head.weight"].tied_to is not None
-    dare.apply_delta(folders[0], tmp_path / NAME, tmp_path / "a", **QUIET)
-    recipe = dare.Request.of(
-        base=folders[0],
-        models=[folders[1]],
-        method="dare+sum",
-        stages={"dare": {"drop_rate": 0.5}},
-        output=tmp_path / "b",
-        **QUIET,
-    )
-    dare.merge(recipe)
+    apply(folders[0], tmp_path / NAME, tmp_path / "a")
+    merge(folders[0], folders[1:], tmp_path / "b", "dare+sum", stages={"dare": {"drop_rate": 0.5}})
     found = tensors_of(tmp_path / "a")
     assert found["lm_head.weight"].tobytes() == found["model.embed_tokens.weight"].tobytes()
     assert sha256(tmp_path / "a" / "model.safetensors") == sha256(
@@ -517,28 +480,24 @@ def test_rates_by_name(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"bits": 3}, "bits = 3: .*native, 4, 2"),
-        ({"bits": 8}, "bits = 8: .*native, 4, 2"),
-        ({"drop_rate": 1.0}, "drop_rate = 1 "),
-    ],
-)
-def test_settings_that_are_not_known(models, tmp_path, asked, words):
-    with pytest.raises(RecipeError, match=words):
-        dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
-
-
-@pytest.mark.parametrize(
     ("asked", "expected"),
     [
         ({}, (2, 0.0)),
         ({"bits": 4}, (4, 0.0)),
         ({"bits": "native"}, ("native", 0.5)),
         ({"drop_rate": 0.3}, ("native", 0.3)),
+        ({"bits": 3}, "bits = 3: .*native, 4, 2"),
+        ({"bits": 8}, "bits = 8: .*native, 4, 2"),
+        ({"drop_rate": 1.0}, "drop_rate = 1 "),
     ],
 )
-def test_what_is_not_given_is_filled_in(models, tmp_path, asked, expected):
+def test_what_is_not_given_is_filled_in_and_what_is_not_known_refused(
+    models, tmp_path, asked, expected
+):
+    if isinstance(expected, str):
+        with pytest.raises(RecipeError, match=expected):
+            dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
+        return
     report = dare.compress(*models, tmp_path / NAME, **asked, **QUIET)
     assert (report.bits, report.drop_rate) == expected
 
@@ -572,7 +531,7 @@ def test_files_of_earlier_versions_with_other_bits_are_read(tmp_path, bits, code
     parts["values:w"] = ("U8", (len(stored),), stored)
     parts["scales:w"] = ("BF16", (1,), bytes.fromhex(scale))
     (tmp_path / NAME).write_bytes(put_together(notes, parts, sound=True))
-    dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    apply(base, tmp_path / NAME, tmp_path / "a.safetensors")
     assert tensors_of(tmp_path / "a.safetensors")["w"].tolist() == expected
 
 
@@ -599,5 +558,43 @@ def test_integers_that_differ_need_lossless(models, tmp_path):
     with pytest.raises(MismatchError, match=r"positions: .* use --lossless"):
         dare.compress(base, changed, tmp_path / NAME, **QUIET)
     dare.compress(base, changed, tmp_path / NAME, lossless=True, **QUIET)
-    dare.apply_delta(base, tmp_path / NAME, tmp_path / "a.safetensors", **QUIET)
+    apply(base, tmp_path / NAME, tmp_path / "a.safetensors")
     assert sha256(tmp_path / "a.safetensors") == sha256(changed)
+
+
+# ---------------------------------------------------------------- the vectors of the documentation
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (
+            {"drop_rate": 0.5},
+            {
+                "values:w": "0000903e0000f83e0000243f00004c3f0000c83f0000c23f0000f63f",
+                "index": "070000000000000070db25d83eacd20d169d02729aa6d9f7",
+            },
+        ),
+        ({"drop_rate": 0.5, "bits": 2}, {"values:w": "8408", "scales:w": "12bd"}),
+    ],
+)
+def test_what_is_written_is_what_the_page_has_byte_by_byte(tmp_path, asked, parts):
+    """docs/delta-files.md has these values, so that others can test their programs."""
+    base = np.arange(16, dtype=np.float32) / 8
+    change = np.array([(5 * i % 16 - 8) / 64 for i in range(16)], np.float32)
+    arrays = {"base": {"w": base}, "model": {"w": base + change}}
+    files = [save(tmp_path / f"{name}.safetensors", each) for name, each in arrays.items()]
+    dare.compress(*files, tmp_path / NAME, **asked, **QUIET)
+    notes, stored = take_apart((tmp_path / NAME).read_bytes())
+    found = {name: data for name, (*_, data) in stored.items()}
+    assert {name: found[name].hex() for name in parts} == parts
+    assert set(found) == {*parts, "index"}
+    assert notes["version"] == 1
+    assert notes["base"] == "921c61c90f8aeac8f0aa1443921318b8"
+    assert notes["model"] == "fcb4df45cde6d424860bbab50c9a28cd"
+    assert notes["sample"] == "5fda3c1dd55a63dbbc475d2cc079861c"
+    kept = np.flatnonzero(dare.keep_mask("w", 16, 0.5, seed=42))
+    assert kept.tolist() == [2, 3, 5, 7, 12, 13, 15]
+    if "bits" not in asked:
+        values = np.frombuffer(found["values:w"], np.float32)
+        assert values.tolist() == (base + change)[kept].tolist()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ import dare
 from dare import InputError, NotFiniteError, OutputError, VerificationError
 from dare.deltas.compressing import compress
 from dare.kernels import DEVICES, Device
-from dare.output.output import Output
 from dare.output.sink import PIECES_NAME, FileSink, PieceSink
 from helpers import flip_bit, listing, save, sha256
 
@@ -86,48 +83,40 @@ class Way(NamedTuple):
     """The method that is called once for each chunk."""
 
 
+def compressing(given: Given, kind: str, output: Path, model: Path | None = None) -> Way:
+    run = partial(compress_quietly, given.base, model or given.model, output, kind, threads=1)
+    return Way(run, given.deltas[kind], output, (PieceSink, "append"))
+
+
+def applying(given: Given, kind: str, output: Path, base: Path | None = None) -> Way:
+    run = partial(apply_quietly, base or given.base, given.deltas[kind], output)
+    return Way(run, given.applied[kind], output, (FileSink, "write"))
+
+
 @pytest.fixture(params=["compress", "apply"])
 def way(request, given: Given, kind: str, tmp_path: Path) -> Way:
     if request.param == "compress":
-        output = tmp_path / NAME
-
-        def run(**settings: Any) -> Any:
-            settings = {"base": given.base, "model": given.model, "threads": 1, **settings}
-            return compress_quietly(output=output, kind=kind, **settings)
-
-        return Way(run, given.deltas[kind], output, (PieceSink, "append"))
-    output = tmp_path / "applied.safetensors"
-
-    def apply(**settings: Any) -> Any:
-        settings = {"base": given.base, "delta": given.deltas[kind], **settings}
-        return apply_quietly(output=output, **settings)
-
-    return Way(apply, given.applied[kind], output, (FileSink, "write"))
+        return compressing(given, kind, tmp_path / NAME)
+    return applying(given, kind, tmp_path / "applied.safetensors")
 
 
-@contextmanager
-def stopping(way: Way, monkeypatch, error: BaseException, after: int = SOME) -> Iterator[None]:
-    """An error instead of what is written of a chunk, when some are done."""
+def stop(way: Way, monkeypatch, error: BaseException | None = None) -> None:
+    """Run it until some chunks are done, and then there is an error."""
+    error = error or OutputError("injected")
     owner, method = way.writer
     real, calls = getattr(owner, method), []
 
-    def stop(*given: Any) -> Any:
+    def write(*given: Any) -> Any:
         calls.append(given)
-        if len(calls) > after:
+        if len(calls) > SOME:
             raise error
         return real(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, method, stop)
+        patch.setattr(owner, method, write)
         patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
-        yield
-
-
-def stop(way: Way, monkeypatch, error: BaseException | None = None) -> None:
-    """Run it until some chunks are done."""
-    error = error or OutputError("injected")
-    with stopping(way, monkeypatch, error), pytest.raises(type(error)):
-        way.run()
+        with pytest.raises(type(error)):
+            way.run()
     assert listing(way.output.parent) == [f"{way.output.name}.partial"]
 
 
@@ -138,17 +127,14 @@ def check_same(way: Way) -> None:
     assert dare.verify(way.output).ok
 
 
-@pytest.mark.parametrize("error", [OutputError("injected"), KeyboardInterrupt(), RuntimeError()])
-def test_it_goes_on_where_it_stopped(way, monkeypatch, error):
-    stop(way, monkeypatch, error)
-    assert way.run().resumed_chunks == SOME
-    check_same(way)
-
-
-def test_it_starts_over_if_told_to(way, monkeypatch):
-    stop(way, monkeypatch)
-    assert way.run(resume=False).resumed_chunks == 0
-    check_same(way)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError()])
+def test_it_goes_on_where_it_stopped_or_starts_over_if_told_to(way, monkeypatch, error):
+    for settings, resumed in (({}, SOME), ({"resume": False}, 0)):
+        stop(way, monkeypatch, error)
+        assert way.run(**settings).resumed_chunks == resumed
+        check_same(way)
+        for name in listing(way.output.parent):
+            (way.output.parent / name).unlink()
 
 
 def test_what_rotted_meanwhile_is_made_again(way, monkeypatch):
@@ -162,35 +148,9 @@ def test_what_rotted_meanwhile_is_made_again(way, monkeypatch):
     check_same(way)
 
 
-def test_a_full_disk_is_named_and_what_was_done_is_kept(way, monkeypatch):
-    written, most = 0, way.expected.stat().st_size // 2
-    real = os.pwrite
-
-    def write(file_descriptor: int, data: Any, position: int) -> int:
-        nonlocal written
-        written += len(data)
-        if written > most:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(file_descriptor, data, position)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", write)
-        with pytest.raises(OutputError, match="the disk is full; make room and run the same"):
-            way.run()
-    assert listing(way.output.parent) == [f"{way.output.name}.partial"]
-    assert way.run().resumed_chunks > 0
-    check_same(way)
-
-
 def test_no_room_for_the_whole_file_does_not_cost_the_pieces(given, kind, tmp_path, monkeypatch):
-    way = Way(
-        lambda: compress_quietly(given.base, given.model, tmp_path / NAME, kind, threads=1),
-        given.deltas[kind],
-        tmp_path / NAME,
-        (PieceSink, "append"),
-    )
+    way = compressing(given, kind, tmp_path / NAME)
     free = iter((1 << 40, 0))  # before anything is coded, and when all of it is
-
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free)))
         with pytest.raises(OutputError, match=f"{NAME}.*make room"):
@@ -205,22 +165,15 @@ def test_no_room_for_the_whole_file_does_not_cost_the_pieces(given, kind, tmp_pa
 def test_another_model_is_not_mixed_in(given, kind, tmp_path, monkeypatch):
     _, model = make_arrays()
     other = save(tmp_path / "in" / "model.safetensors", model)
-
-    def run(name: str) -> Any:
-        return compress_quietly(given.base, other, tmp_path / name / NAME, kind, threads=1)
-
-    way = Way(
-        lambda: run("one"), given.deltas[kind], tmp_path / "one" / NAME, (PieceSink, "append")
-    )
-    stop(way, monkeypatch)
+    one, two = (compressing(given, kind, tmp_path / n / NAME, other) for n in ("one", "two"))
+    stop(one, monkeypatch)
     model["a"][:1000] += np.float16(1)
     before = other.stat()
     save(other, model)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    report = run("one")
-    assert 0 < report.resumed_chunks < SOME
-    run("two")
-    assert sha256(tmp_path / "one" / NAME) == sha256(tmp_path / "two" / NAME)
+    assert 0 < one.run().resumed_chunks < SOME
+    two.run()
+    assert sha256(one.output) == sha256(two.output)
 
 
 @pytest.mark.parametrize("settings", [{"seed": 7}, {"drop_rate": 0.25}, {"bits": 2}])
@@ -238,18 +191,17 @@ def test_other_settings_start_over(given, tmp_path, monkeypatch, settings):
 def test_another_base_meanwhile_does_not_become_a_model(given, kind, tmp_path, monkeypatch):
     base, _ = make_arrays()
     mine = save(tmp_path / "in" / "base.safetensors", base)
-    output = tmp_path / "out" / "applied.safetensors"
-    run = partial(apply_quietly, mine, given.deltas[kind], output)
-    stop(Way(run, given.applied[kind], output, (FileSink, "write")), monkeypatch)
+    way = applying(given, kind, tmp_path / "out" / "applied.safetensors", mine)
+    stop(way, monkeypatch)
     spoilt = {name: values.copy() for name, values in base.items()}
     spoilt["b"][-1] += 1  # in the last chunk, of which no sample is taken
     save(mine, spoilt)
     with pytest.raises((InputError, VerificationError), match="base"):
-        run()
-    assert not output.exists()
+        way.run()
+    assert not way.output.exists()
     save(mine, base)
-    run()
-    assert sha256(output) == sha256(given.applied[kind])
+    way.run()
+    check_same(way)
 
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(given, kind, tmp_path, monkeypatch):
@@ -261,10 +213,9 @@ def test_an_input_that_changes_while_it_is_read_is_noticed(given, kind, tmp_path
         flip_bit(other, 8 * (other.stat().st_size - 1))
         return real(self, data)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(PieceSink, "append", append)
-        with pytest.raises(InputError, match=r"model.safetensors: changed since"):
-            compress_quietly(given.base, other, tmp_path / NAME, kind, threads=1)
+    monkeypatch.setattr(PieceSink, "append", append)
+    with pytest.raises(InputError, match=r"model.safetensors: changed since"):
+        compressing(given, kind, tmp_path / NAME, other).run()
     assert not (tmp_path / NAME).exists()
 
 
@@ -287,79 +238,24 @@ def test_values_that_overflow_when_they_are_rescaled_are_named(tmp_path):
 # ---------------------------------------------------------------- what is there already
 
 
-def test_an_output_is_not_replaced_unless_asked_to(way):
-    way.run()
-    before = way.output.stat()
-    with pytest.raises(OutputError, match="exists already"):
-        way.run()
-    assert way.output.stat() == before
-    way.run(overwrite=True)
-    check_same(way)
-
-
-def test_an_output_that_appears_meanwhile_is_not_replaced(way, monkeypatch):
-    real = Output.finish
-
-    def finish(self: Output, *given: Any, **more: Any) -> Any:
-        way.output.write_bytes(b"theirs")
-        return real(self, *given, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Output, "finish", finish)
-        with pytest.raises(OutputError, match="appeared during"):
-            way.run()
-    assert way.output.read_bytes() == b"theirs"
-    way.output.unlink()
-    way.run()
-    check_same(way)
-
-
-@pytest.fixture
-def inputs(given: Given, kind: str, tmp_path: Path) -> dict[str, Path]:
-    """Directories of their own, and a delta file."""
-    found = {}
-    for name, file in (("base", given.base), ("model", given.model), ("delta", given.deltas[kind])):
-        place = tmp_path / name / ("model.safetensors" if name != "delta" else NAME)
-        place.parent.mkdir()
-        place.write_bytes(file.read_bytes())
-        found[name] = place
-    return found
-
-
-def linked(target: Path, kind: str, folder: Path) -> Path:
-    """A second path to a file, or the file."""
-    link = folder / "second.delta.safetensors"
-    if kind == "itself":
-        return target
-    if kind == "hard link":
-        os.link(target, link)
-    else:
-        link.symlink_to(target)
-    return link
-
-
 @pytest.mark.parametrize("link", ["itself", "hard link", "link"])
 @pytest.mark.parametrize("victim", ["base", "model", "delta"])
-def test_an_input_is_never_replaced(inputs, kind, tmp_path, victim, link):
-    before = {name: sha256(file) for name, file in inputs.items()}
-    output = linked(inputs[victim], link, tmp_path)
+def test_an_input_is_never_replaced(given, kind, tmp_path, victim, link):
+    files = {"base": given.base, "model": given.model, "delta": given.deltas[kind]}
+    inputs = {name: tmp_path / f"{name}.safetensors" for name in files}
+    for name, file in files.items():
+        shutil.copy(file, inputs[name])
+    output = inputs[victim]
+    if link != "itself":
+        output = tmp_path / "second.delta.safetensors"
+        (os.link if link == "hard link" else os.symlink)(inputs[victim], output)
     if victim != "delta":
         with pytest.raises(OutputError):
             compress_quietly(inputs["base"], inputs["model"], output, kind, overwrite=True)
     if victim != "model":
         with pytest.raises(OutputError):
             apply_quietly(inputs["base"], inputs["delta"], output, overwrite=True)
-    assert before == {name: sha256(file) for name, file in inputs.items()}
-
-
-def test_a_folder_with_an_input_is_never_replaced(inputs, kind, tmp_path):
-    before = {name: sha256(file) for name, file in inputs.items()}
-    for victim in ("base", "delta"):
-        for output in (tmp_path / victim, tmp_path):
-            with pytest.raises(OutputError):
-                apply_quietly(tmp_path / "base", inputs["delta"], output, overwrite=True)
-    assert before == {name: sha256(file) for name, file in inputs.items()}
-    assert listing(tmp_path) == ["base", "delta", "model"]
+    assert all(sha256(inputs[name]) == sha256(file) for name, file in files.items())
 
 
 # ---------------------------------------------------------------- the same bytes

@@ -52,6 +52,10 @@ def small_model(dtype=np.float32):
     return base, moved(base, 2)
 
 
+def large_model(elements):
+    return {"w": numbers(elements, 1, np.float32)}, {"w": numbers(elements, 2, np.float32)}
+
+
 def moved(arrays, seed):
     """Other weights; whole numbers as they are."""
     return {
@@ -68,6 +72,11 @@ def write(folder: Path, base, tuned, **scheme) -> Path:
     return delta
 
 
+def load(folder: Path, base, tuned, **scheme):
+    """A delta that is ready to be applied."""
+    return dare.load_delta(write(folder, base, tuned, **scheme))
+
+
 def written_model(folder: Path):
     """The bytes of what `apply_delta` makes of these files."""
     output = folder / "applied.safetensors"
@@ -82,8 +91,9 @@ def copies(arrays):
     return {name: array.copy() for name, array in arrays.items()}
 
 
-def contents(arrays):
-    """The bytes of all arrays, of NumPy or torch."""
+def contents(model):
+    """The bytes of all arrays, of NumPy or torch, or of a module."""
+    arrays = model.state_dict() if isinstance(model, torch.nn.Module) else model
     return {name: stored_bytes(array) for name, array in arrays.items()}
 
 
@@ -125,14 +135,13 @@ class Tied(torch.nn.Module):
 
 def state_as_numpy(module):
     """A module's tensors as they would be stored."""
-    found = {}
-    for name, tensor in module.state_dict().items():
-        raw = tensor.reshape(-1).view(torch.uint8).numpy().copy()
-        kind = next(
-            k for k in STORAGE_TYPES.values() if k.torch_name == str(tensor.dtype)[len("torch.") :]
-        )
-        found[name] = raw.view(kind.numpy_type).reshape(tensor.shape)
-    return found
+    kinds = {kind.torch_name: kind.numpy_type for kind in STORAGE_TYPES.values()}
+    return {
+        name: np.frombuffer(stored_bytes(tensor), kinds[str(tensor.dtype).removeprefix("torch.")])
+        .reshape(tensor.shape)
+        .copy()
+        for name, tensor in module.state_dict().items()
+    }
 
 
 def tied_files(folder, **scheme):
@@ -154,13 +163,10 @@ def tied_files(folder, **scheme):
 @pytest.mark.parametrize("kind", WEIGHT_TYPES, ids=lambda kind: kind.name)
 def test_weights_are_those_that_apply_delta_writes_and_then_the_bases_again(tmp_path, kind, scheme):
     base, tuned = small_model(kind.numpy_type)
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
-    model = copies(base)
-    delta.apply_(model)
-    assert contents(model) == written_model(tmp_path)
-    assert contents(model) != contents(base)
-    delta.remove_(model)
-    assert contents(model) == contents(base)
+    delta = load(tmp_path, base, tuned, **scheme)
+    expected = written_model(tmp_path)
+    assert expected != contents(base)
+    there_and_back(delta, copies(base), expected)
 
 
 @given(
@@ -177,12 +183,10 @@ def test_any_bytes_come_back(tmp_path_factory, data, kind, scheme, shape):
     anything = hypothesis_arrays.arrays(whole, shape)
     base, tuned = ({"w": data.draw(anything).view(kind.numpy_type)} for _ in range(2))
     folder = tmp_path_factory.mktemp("any")
-    delta = dare.load_delta(write(folder, base, tuned, **scheme))
+    delta = load(folder, base, tuned, **scheme)
     model = copies(base)
-    delta.apply_(model)
-    if "lossless" in scheme:
-        assert contents(model) == contents(tuned)
-    delta.remove_(model)
+    with delta.applied(model):
+        assert "lossless" not in scheme or contents(model) == contents(tuned)
     assert contents(model) == contents(base)
 
 
@@ -197,24 +201,13 @@ def test_a_module_with_a_tied_head(tmp_path, scheme):
     before = module(tokens)
     delta = dare.load_delta(file)
     delta.apply_(module)
-    assert contents(module.state_dict()) == written_model(tmp_path)
+    assert contents(module) == written_model(tmp_path)
     assert module.embed_tokens.weight is module.lm_head.weight is weights
     assert not torch.equal(module(tokens), before)
     delta.remove_(module)
-    assert contents(module.state_dict()) == contents(base)
+    assert contents(module) == contents(base)
     assert torch.equal(module(tokens), before)
     assert weights.requires_grad
-
-
-def test_tensors_that_only_the_model_ties_are_refused(tmp_path):
-    base, tuned = small_model()
-    base["other"], tuned["other"] = base["a.weight"].copy(), tuned["a.weight"].copy()
-    delta = dare.load_delta(write(tmp_path, base, tuned))
-    model = copies(base)
-    model["other"] = model["a.weight"]
-    with pytest.raises(InputError, match=r"a\.weight and other are one tensor in the model"):
-        delta.apply_(model)
-    assert contents(model) == contents(base)
 
 
 @pytest.mark.parametrize("kind", BY_TORCH_NAME.values(), ids=lambda kind: kind.name)
@@ -222,7 +215,7 @@ def test_torch_tensors_of_every_type(tmp_path, kind):
     rng = np.random.default_rng(3)
     raw = rng.integers(0, 2, (2, 50)).astype(f"u{kind.itemsize}")
     base, tuned = ({"w": row.view(kind.numpy_type)} for row in raw)
-    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    delta = load(tmp_path, base, tuned, lossless=True)
     model = {"w": as_torch(base["w"])}
     there_and_back(delta, model, contents(tuned))
 
@@ -233,17 +226,14 @@ def test_tensors_that_are_not_contiguous(tmp_path, scheme, turned):
     rows = CHUNK // 100 + 3
     base = {"w": numbers((rows, 101), 1, np.float32)}
     tuned = {"w": numbers((rows, 101), 2, np.float32)}
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    delta = load(tmp_path, base, tuned, **scheme)
     wide = np.zeros((rows, 202), np.float32)
     model = {"w": torch.from_numpy(wide)[:, ::2]}
     if turned:
         model = {"w": np.zeros((101, rows), np.float32).T}
     model["w"][...] = base["w"] if turned else torch.from_numpy(base["w"])
-    delta.apply_(model)
-    assert contents(model) == written_model(tmp_path)
+    there_and_back(delta, model, written_model(tmp_path))
     assert not wide[:, 1::2].any()
-    delta.remove_(model)
-    assert contents(model) == contents(base)
 
 
 @EVERY_SCHEME
@@ -251,7 +241,7 @@ def test_tensors_on_a_device_are_changed_chunk_by_chunk(tmp_path, scheme, monkey
     base = {"w": numbers(2 * CHUNK + 9, 1, ml_dtypes.bfloat16)}
     tuned = {"w": base["w"].copy()}
     tuned["w"][CHUNK:] = numbers(CHUNK + 9, 2, ml_dtypes.bfloat16)  # the first chunk is the base's
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    delta = load(tmp_path, base, tuned, **scheme)
     tensor = as_torch(base["w"])
     kind = STORAGE_TYPES["BF16"]
 
@@ -269,35 +259,42 @@ def test_tensors_on_a_device_are_changed_chunk_by_chunk(tmp_path, scheme, monkey
     there_and_back(delta, model, written_model(tmp_path))
 
 
-def test_a_prefix_of_names_is_seen_through(tmp_path):
-    module, base, file = tied_files(tmp_path)
+def in_another(module):
     outer = torch.nn.Module()
     outer.add_module("model", module)
-    delta = dare.load_delta(file)
-    delta.apply_(outer)
-    assert contents(module.state_dict()) == written_model(tmp_path)
-    delta.remove_(outer)
-    assert contents(module.state_dict()) == contents(base)
+    return outer
 
 
-def test_a_module_whose_state_dict_holds_copies(tmp_path):
-    module, base, file = tied_files(tmp_path)
+def with_copies_in_its_state(module):
     module.register_state_dict_post_hook(
         lambda _module, state, _prefix, _metadata: state.update(
             {name: tensor.clone() for name, tensor in state.items()}
         )
     )
+    return module
+
+
+def that_gets_other_memory(module):
+    """As `.to(device)` does."""
+    module.layer.weight.data = module.layer.weight.data.clone()
+    return module
+
+
+@pytest.mark.parametrize("form", [in_another, with_copies_in_its_state, that_gets_other_memory])
+def test_a_module_in_another_form(tmp_path, form):
+    module, base, file = tied_files(tmp_path)
     delta = dare.load_delta(file)
-    delta.apply_(module)
-    assert contents(module.state_dict()) == written_model(tmp_path)
-    delta.remove_(module)
-    assert contents(module.state_dict()) == contents(base)
+    model = module if form is that_gets_other_memory else form(module)
+    delta.apply_(model)
+    assert contents(module) == written_model(tmp_path)
+    delta.remove_(form(model) if form is that_gets_other_memory else model)
+    assert contents(module) == contents(base)
 
 
 def test_a_base_that_the_lossless_file_has_under_other_names(tmp_path):
     base, tuned = small_model()
     named = {f"model.{name}": array for name, array in base.items()}
-    delta = dare.load_delta(write(tmp_path, named, tuned, lossless=True))
+    delta = load(tmp_path, named, tuned, lossless=True)
     there_and_back(delta, copies(named), contents({f"model.{name}": tuned[name] for name in tuned}))
 
 
@@ -311,59 +308,47 @@ def refused(delta, model, match):
     assert contents(model) == before
 
 
-@EVERY_SCHEME
-def test_another_base_is_refused(tmp_path, scheme):
-    base, tuned = small_model()
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
-    model = copies(base)
-    model["b.weight"].view(np.uint32)[-1] ^= 1
-    refused(delta, model, r"not the base .* 1 of 4 tensors differ, such as b\.weight\. Nothing")
-    model["b.weight"].view(np.uint32)[-1] ^= 1
-    delta.apply_(model)
-
-
 def read_only(model):
     model["a.weight"].flags.writeable = False
+
+
+def one_bit(model):
+    model["b.weight"].view(np.uint32)[-1] ^= 1
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        (one_bit, r"not the base .* 1 of 5 tensors differ, such as b\.weight\. Nothing"),
         (lambda m: m.update(scale=m["scale"].astype(np.float64)), 'scale, .* dtype="auto"'),
         (lambda m: m.update({"b.weight": np.zeros(128, np.float32)}), r"b\.weight is 128, not 129"),
         (lambda m: m.pop("a.weight"), r"the model has no a\.weight"),
         (lambda m: m.update(steps=m["steps"] + 1), "such as steps"),
+        (lambda m: m.update(other=m["a.weight"]), r"a\.weight and other are one tensor in the"),
         (read_only, r"a\.weight: the array is read-only"),
+        (lambda m: m.update({"b.weight": torch.empty(129, device="meta")}), "b.weight.*meta"),
+        (lambda m: m.update({"b.weight": np.zeros(129, "U3")}), "b.weight.*<U3"),
     ],
-    ids=["type", "shape", "missing", "not changed", "read-only"],
+    ids=["bit", "type", "shape", "missing", "unchanged", "tied", "read-only", "meta", "text"],
 )
 def test_a_model_that_is_not_the_base_is_refused(tmp_path, change, match):
     base, tuned = small_model()
-    delta = dare.load_delta(write(tmp_path, base, tuned))
+    base["other"], tuned["other"] = base["a.weight"].copy(), 2 * tuned["a.weight"]
     model = copies(base)
     change(model)
-    refused(delta, model, match)
+    arrays = {name: array for name, array in model.items() if isinstance(array, np.ndarray)}
+    before = contents(arrays)
+    for scheme in SCHEMES:
+        with pytest.raises(InputError, match=match):
+            load(tmp_path, base, tuned, **scheme).apply_(model)
+        assert contents(arrays) == before
 
 
 def test_a_tensor_that_the_base_lacks_cannot_be_put_into_it(tmp_path):
     base, tuned = small_model()
     tuned |= {"new": np.ones(3, np.float32), "scale": np.ones(2, np.float32)}
-    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    delta = load(tmp_path, base, tuned, lossless=True)
     refused(delta, copies(base), "the base has no new and 1 more of that shape and type")
-
-
-@pytest.mark.parametrize(
-    ("array", "match"),
-    [
-        (torch.empty(129, device="meta"), "b.weight.*meta"),
-        (np.zeros(129, "U3"), "b.weight.*<U3"),
-    ],
-)
-def test_memory_that_cannot_be_used(tmp_path, array, match):
-    base, tuned = small_model()
-    delta = dare.load_delta(write(tmp_path, base, tuned))
-    with pytest.raises(InputError, match=match):
-        delta.apply_(copies(base) | {"b.weight": array})
 
 
 SHARED = {
@@ -394,7 +379,7 @@ def test_memory_shared_in_part_is_refused_before_the_first_write(tmp_path, how, 
         base["v"] = np.ascontiguousarray(second)
     tuned = {n: numbers(a.shape, 1, a.dtype, a) if n == "w" else a for n, a in base.items()}
     for scheme in ({"drop_rate": 0.5}, {"lossless": True}):
-        delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+        delta = load(tmp_path, base, tuned, **scheme)
         refused(delta, model, "w")
         assert contents(model)["w"] == contents(base)["w"]
 
@@ -402,7 +387,7 @@ def test_memory_shared_in_part_is_refused_before_the_first_write(tmp_path, how, 
 def test_memory_side_by_side_or_of_one_tensor_is_not_shared(tmp_path):
     base = {name: np.ones((6, 6), np.float32) for name in ("w", "v", "u")}
     tuned = {name: numbers((6, 6), 1, np.float32) for name in base}
-    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    delta = load(tmp_path, base, tuned, lossless=True)
     wide = torch.ones(6, 12)
     model = {"w": wide[:, ::2], "v": wide[:, 1::2], "u": torch.ones(6, 6), "none": wide[:0]}
     model["alias"] = model["u"]
@@ -416,7 +401,7 @@ def test_memory_side_by_side_or_of_one_tensor_is_not_shared(tmp_path):
 def test_memory_that_is_shared_in_between_is_not_written_to(tmp_path):
     base = {name: np.ones((6, 6), np.float32) for name in ("w", "v")}
     tuned = {name: np.full((6, 6), 2, np.float32) for name in base}
-    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    delta = load(tmp_path, base, tuned, lossless=True)
     model = copies(base)
     delta.apply_(model)
     own, model["v"] = model["v"], model["w"].T
@@ -456,7 +441,7 @@ def test_threads_wait_for_each_other(tmp_path):
 
 def test_a_result_that_is_not_the_fine_tune_is_put_back(tmp_path):
     base, tuned = small_model()
-    delta = dare.load_delta(write(tmp_path, base, tuned, lossless=True))
+    delta = load(tmp_path, base, tuned, lossless=True)
     wrong = replace(delta.notes.tensors["a.weight"], model="0" * 32)
     tensors = {**delta.notes.tensors, "a.weight": wrong}
     delta.notes = replace(delta.notes, tensors=tensors)
@@ -468,7 +453,7 @@ def test_a_result_that_is_not_the_fine_tune_is_put_back(tmp_path):
 @EVERY_SCHEME
 def test_what_others_write_meanwhile_is_noticed(tmp_path, scheme, monkeypatch):
     base, tuned = small_model()
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    delta = load(tmp_path, base, tuned, **scheme)
     model, whole = copies(base), delta._put
 
     def disturbed(target, chunk):
@@ -488,7 +473,7 @@ def test_what_others_write_meanwhile_is_noticed(tmp_path, scheme, monkeypatch):
 
 def test_applied_twice_and_never_applied(tmp_path):
     base, tuned = small_model()
-    delta = dare.load_delta(write(tmp_path, base, tuned))
+    delta = load(tmp_path, base, tuned)
     model = copies(base)
     with pytest.raises(InputError, match="is not applied to this model"):
         delta.remove_(model)
@@ -509,9 +494,9 @@ def test_switching_between_fine_tunes(tmp_path):
     base, tuned = small_model()
     other = moved(tuned, 3)
     deltas = [
-        dare.load_delta(write(tmp_path / "one", base, tuned)),
-        dare.load_delta(write(tmp_path / "two", base, other, bits=4)),
-        dare.load_delta(write(tmp_path / "three", base, other, lossless=True)),
+        load(tmp_path / "one", base, tuned),
+        load(tmp_path / "two", base, other, bits=4),
+        load(tmp_path / "three", base, other, lossless=True),
     ]
     wanted = [written_model(tmp_path / name) for name in ("one", "two", "three")]
     model = copies(base)
@@ -528,8 +513,8 @@ def test_switching_between_fine_tunes(tmp_path):
 def test_a_delta_on_top_must_be_removed_first(tmp_path):
     base, tuned = small_model()
     higher = moved(tuned, 4)
-    lower = dare.load_delta(write(tmp_path / "lower", base, tuned, lossless=True))
-    upper = dare.load_delta(write(tmp_path / "upper", tuned, higher))
+    lower = load(tmp_path / "lower", base, tuned, lossless=True)
+    upper = load(tmp_path / "upper", tuned, higher)
     model = copies(base)
     lower.apply_(model)
     upper.apply_(model)
@@ -549,19 +534,10 @@ def test_training_in_between_is_noticed(tmp_path, scheme):
     delta.apply_(module)
     with torch.no_grad():
         module.layer.bias.add_(1)
-    trained = contents(module.state_dict())
+    trained = contents(module)
     with pytest.raises(InputError, match=r"layer\.bias changed since the delta was applied"):
         delta.remove_(module)
-    assert contents(module.state_dict()) == trained
-
-
-def test_a_module_that_got_other_memory_in_between(tmp_path):
-    module, base, file = tied_files(tmp_path)
-    delta = dare.load_delta(file)
-    delta.apply_(module)
-    module.layer.weight.data = module.layer.weight.data.clone()  # as after .to(device)
-    delta.remove_(module)
-    assert contents(module.state_dict()) == contents(base)
+    assert contents(module) == trained
 
 
 # ---------------------------------------------------------------- failures
@@ -576,9 +552,8 @@ def damage(delta, name, chunk):
 
 @EVERY_SCHEME
 def test_a_damaged_chunk_leaves_the_base_as_it_was(tmp_path, scheme):
-    base = {"w": numbers(4 * CHUNK + 5, 1, np.float32)}
-    tuned = {"w": numbers(4 * CHUNK + 5, 2, np.float32)}
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    base, tuned = large_model(4 * CHUNK + 5)
+    delta = load(tmp_path, base, tuned, **scheme)
     damage(delta, "w", 3)
     refused(delta, model := copies(base), "chunk 3 of w has changed since it was written")
     damage(delta, "w", 3)
@@ -590,7 +565,7 @@ def test_a_damaged_chunk_leaves_the_base_as_it_was(tmp_path, scheme):
 def test_only_a_lossless_delta_needs_its_file_to_be_removed(tmp_path, scheme):
     base = {"w": numbers(2 * CHUNK, 1, np.float32)}
     tuned = {"w": np.nextafter(base["w"], np.float32(9))}
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    delta = load(tmp_path, base, tuned, **scheme)
     model = copies(base)
     delta.apply_(model)
     applied = contents(model)
@@ -609,7 +584,7 @@ def test_only_a_lossless_delta_needs_its_file_to_be_removed(tmp_path, scheme):
 def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
     base = {name: numbers(50, 1, np.float32) for name in "abcd"}
     tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
-    delta = dare.load_delta(write(tmp_path, base, tuned, **scheme))
+    delta = load(tmp_path, base, tuned, **scheme)
     model = copies(base)
     delta.apply_(model)
     whole = delta._put_back
@@ -633,7 +608,7 @@ def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
 def test_an_interrupt_puts_the_base_back(tmp_path, monkeypatch):
     base = {name: numbers(50, 1, np.float32) for name in "abcd"}
     tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
-    delta = dare.load_delta(write(tmp_path, base, tuned))
+    delta = load(tmp_path, base, tuned)
     whole = delta._put
 
     def stop_at_c(target, chunk):

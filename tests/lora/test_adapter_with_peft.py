@@ -1,14 +1,12 @@
 """PEFT loads what is written, and agrees with it."""
 
-import json
 from functools import cache
 
 import numpy as np
 import pytest
 from peft_models import convolution, deltas, gpt2, llama, mixtral, quiet, train, weights
-from safetensors.numpy import save_file
 
-from dare.lora import extract_adapter, merge_adapters
+from dare.lora import merge_adapters
 
 with quiet():
     peft = pytest.importorskip("peft")
@@ -133,30 +131,3 @@ def test_peft_combines_to_the_same(tmp_path, settings, theirs):
     found = deltas(llama(), tmp_path / "out")
     for name, value in found.items():
         np.testing.assert_allclose(value, merged[name] - plain[name], atol=2e-6, err_msg=name)
-
-
-# ---------------------------------------------------------------- extraction
-
-
-def save_model(folder, model):
-    folder.mkdir()
-    tensors = {n: v.numpy().copy() for n, v in model.state_dict().items() if "rotary" not in n}
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
-    return folder
-
-
-def test_a_merged_adapter_is_extracted_again(tmp_path):
-    """PEFT merges a LoRA of rank 3 into the base; extraction finds it."""
-    adapter = train(tmp_path / "lora", llama(), 1, target_modules="all-linear", r=3)
-    base = save_model(tmp_path / "base", llama())
-    with quiet():
-        merged = peft.PeftModel.from_pretrained(llama(), adapter).merge_and_unload()
-    report = extract_adapter(base, save_model(tmp_path / "tuned", merged), tmp_path / "out", rank=3)
-    assert len(report.modules) == 14
-    assert report.error < 1e-5
-    found, expected = deltas(llama(), tmp_path / "out"), deltas(llama(), adapter)
-    for name, value in found.items():
-        np.testing.assert_allclose(value, expected[name], atol=2e-6, err_msg=name)

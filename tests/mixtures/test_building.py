@@ -1,7 +1,8 @@
-"""Mixtures of experts: whose tensors they have, that transformers loads them, what is refused."""
+"""Mixtures of experts: their tensors, gates and recipes, what loads them and what is refused."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -9,13 +10,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from dense_models import INNER, LAYERS, WIDTH, write_models
+from dense_models import INNER, LAYERS, WIDTH, WORDS, write_models
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dare
 from dare.cli import main
-from dare.mixtures.building import LAYOUTS, changed_config, draw_normal, plan_mixture
+from dare.inputs.opening import open_model
+from dare.mixtures.building import (
+    LAYOUTS,
+    changed_config,
+    draw_normal,
+    draw_uniform,
+    make_gates,
+    plan_mixture,
+)
 from dare.mixtures.mixture import Mixture, load_mixture
 from dare.output.targets import read_sealed, seal
 from helpers import sha256
@@ -109,22 +121,16 @@ def test_an_adapter_is_an_expert_and_noise_is_the_generators(models, tmp_path):
     np.testing.assert_array_equal(found[f"{place}.1.w3.weight"].numpy(), noisy)
 
 
-def test_a_llama_with_a_shared_expert_becomes_a_qwen2_moe(models, tmp_path):
-    shared = [{"model": models / "llama" / "base", "prompts": ["f"]}]
-    recipe = recipe_of(models / "llama", "code", "prose", shared_experts=shared)
-    dare.moe(recipe, output=tmp_path / "out", verbose=False)
-    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told.values())
-
-
-def test_what_deepseek_needs_is_said(models, tmp_path):
-    shared = [{"model": models / "llama" / "base"}]
-    recipe = recipe_of(models / "llama", "code", "prose", shared_experts=shared)
-    report = dare.moe(recipe, output=tmp_path / "out", verbose=False)
-    assert report.method == "deepseek"
+def test_a_llama_with_a_shared_expert_becomes_a_qwen2_moe_or_deepseek(models, tmp_path):
+    for name, prompts in (("qwen2_moe", ["f"]), ("deepseek", [])):
+        shared = [{"model": models / "llama" / "base", "prompts": prompts}]
+        recipe = recipe_of(models / "llama", "code", "prose", shared_experts=shared)
+        report = dare.moe(recipe, output=tmp_path / name, verbose=False)
+        assert report.method == name
     (found,) = report.warnings
-    assert found.code == "remote_code"
-    assert "qwen2_moe" in found.remedy
+    assert (found.code, "qwen2_moe" in found.remedy) == ("remote_code", True)
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2_moe", output_loading_info=True)
+    assert not any(told.values())
 
 
 def test_what_decides_the_bytes_decides_whether_a_mixture_resumes(models, tmp_path):
@@ -183,21 +189,18 @@ def test_what_a_base_leaves_unsaid_stays_what_it_means(tmp_path, kind):
     said = {"model_type": kind, "hidden_size": 64, "intermediate_size": 96}
     said["num_attention_heads"] = 16
     experts = [{"model": name, "prompts": name} for name in ("a", "b")]
-    for name in (name for name, layout in LAYOUTS.items() if kind in layout["bases"]):
-        if name == "deepseek":
-            continue
-        changes = changed_config(Mixture(base="base", experts=experts), name, said)
-        found = []
-        for folder, config in (("base", said), ("out", {**said, **changes})):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            (tmp_path / folder / "config.json").write_text(json.dumps(config))
-            found.append(AutoConfig.from_pretrained(tmp_path / folder))
-        base, mixture = found
+
+    def meanings(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = AutoConfig.from_pretrained(tmp_path)
         keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act")
-        assert [getattr(mixture, key) for key in keys] == [getattr(base, key) for key in keys]
-        assert mixture.rope_parameters["rope_theta"] == base.rope_parameters["rope_theta"]
-        sizes = [getattr(config, "head_dim", None) or 64 // 16 for config in found]
-        assert sizes[0] == sizes[1]
+        head = getattr(found, "head_dim", None) or 64 // 16
+        return [found.rope_parameters["rope_theta"], head, *(getattr(found, key) for key in keys)]
+
+    for name, layout in LAYOUTS.items():
+        if kind in layout["bases"] and name != "deepseek":
+            changes = changed_config(Mixture(base="base", experts=experts), name, said)
+            assert meanings({**said, **changes}) == meanings(said)
 
 
 # ---------------------------------------------------------------- refusals
@@ -254,3 +257,190 @@ def test_the_command_shows_what_was_built(models, tmp_path, capsys):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "- moe" in card
     assert str(tmp_path) not in card
+
+
+# ---------------------------------------------------------------- gates
+
+NAMES = ("layer 0", "layer 1")
+
+
+@pytest.fixture(scope="module")
+def folder(models):
+    return models / "llama" / "base"
+
+
+def gates(folder, kind, *prompts, **settings):
+    experts = [{"model": folder, **entry} for entry in prompts]
+    mixture = Mixture(base=folder, experts=experts, gates=kind, **settings)
+    return make_gates(mixture, open_model(folder), folder, NAMES, 32)
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 300), st.integers(0, 300))
+def test_a_draw_is_a_function_of_the_position(start, skip, count):
+    whole = draw_normal(1, "gate", start, skip + count)
+    assert np.array_equal(whole[skip:], draw_normal(1, "gate", start + skip, count))
+
+
+def test_draws_are_the_same_everywhere_and_distributed_as_promised():
+    normal, uniform = draw_normal(42, "gate", 0, 100_000), draw_uniform(42, "gate", 0, 100_000, 16)
+    digests = [hashlib.sha256(drawn.tobytes()).hexdigest()[:16] for drawn in (normal, uniform)]
+    assert digests == ["1b7ad6e5da8cda3f", "dbc18e99c7ecaa63"]
+    assert abs(normal.mean()) < 0.01
+    assert abs(normal.std() - 1) < 0.01
+    assert abs(np.mean(normal < 1) - 0.8413) < 0.005
+    assert uniform.min() >= -0.25
+    assert uniform.max() <= 0.25
+    assert abs(uniform.std() - 0.25 / np.sqrt(3)) < 0.001
+    assert not np.array_equal(normal[:9], draw_normal(43, "gate", 0, 9))
+    assert not np.array_equal(normal[:9], draw_normal(42, "other", 0, 9))
+
+
+@pytest.mark.parametrize("kind", ["random", "uniform_random"])
+def test_a_further_expert_leaves_the_others_gates_alone(folder, kind):
+    two, three = (gates(folder, kind, *[{}] * count) for count in (2, 3))
+    assert three.shape == (2, 3, 32)
+    assert np.array_equal(three[:, :2], two)
+    assert not np.array_equal(two[0], two[1])
+
+
+def test_cheap_gates_are_sums_of_embeddings(folder):
+    table = load_numpy(folder / "model.safetensors")["model.embed_tokens.weight"].astype(float)
+
+    def direction(*texts):
+        total = sum(table[WORDS.index(word)] for text in texts for word in ("<s>", *text.split()))
+        return total / np.linalg.norm(total)
+
+    found = gates(
+        folder,
+        "cheap_embed",
+        {"prompts": ["def f", "return x"]},
+        {"prompts": ["once upon"], "negative_prompts": ["a king"]},
+    )
+    other = direction("once upon") - direction("a king")
+    expected = [direction("def f", "return x"), other / np.linalg.norm(other)]
+    np.testing.assert_allclose(found, [expected, expected], atol=1e-7)
+
+
+def test_gates_from_hidden_states_begin_with_the_embedding(folder):
+    """What enters the first layer is the embedding: of the last token, or the mean of all."""
+    table = load_numpy(folder / "model.safetensors")["model.embed_tokens.weight"].astype(float)
+    texts = "a king", "x"
+    rows = [table[[WORDS.index(word) for word in ("<s>", *text.split())]] for text in texts]
+    last, mean = ([row[-1] for row in rows], [row.mean(0) for row in rows])
+    for kind, wanted in (("hidden", last), ("hidden_last", last), ("hidden_avg", mean)):
+        found = gates(folder, kind, *({"prompts": text} for text in texts))
+        unit = [vector / np.linalg.norm(vector) for vector in wanted]
+        np.testing.assert_allclose(found[0], unit, atol=1e-6)
+        np.testing.assert_allclose(np.linalg.norm(found[1], axis=1), 1, atol=1e-6)
+
+
+def test_prompts_that_are_alike_are_noticed(folder, tmp_path):
+    texts = ["once upon a time"] * 9, ["once upon a time"] * 8
+    experts = [{"model": folder, "prompts": [*text, "king"]} for text in texts]
+    recipe = {"base": folder, "experts": experts, "gates": "cheap_embed"}
+    report = dare.moe(recipe, output=tmp_path / "out", verbose=False)
+    (found,) = (notice for notice in report.warnings if notice.code == "degenerate_gates")
+    assert found.subjects == ("2 of 2 layers",)
+    assert "negative_prompts" in found.remedy
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
+    write_models(tmp_path, "llama", ("base",))
+    for text in ("{}", None):
+        (tmp_path / "base/tokenizer.json").write_text(text or "")
+        if text is None:
+            (tmp_path / "base/tokenizer.json").unlink()
+        with pytest.raises(dare.InputError, match=r"tokenizer\.json"):
+            gates(tmp_path / "base", "cheap_embed", {"prompts": "a"}, {"prompts": "x"})
+
+
+# ---------------------------------------------------------------- the recipe
+
+YAML = """
+base_model: base
+gate_mode: cheap_embed
+dtype: bfloat16
+experts_per_token: 1
+architecture: qwen
+experts:
+  - source_model: code
+    positive_prompts: ["def f(x):"]
+    negative_prompts: [once]
+    residual_scale: 0.5
+  - source_model: prose
+    positive_prompts: [once]
+    noise_scale: 0.1
+shared_experts:
+  - source_model: base
+    positive_prompts: [the]
+"""
+TOML = """
+base = "base"
+gates = "cheap_embed"
+dtype = "BF16"
+experts_per_token = 1
+architecture = "qwen2_moe"
+threads = 2
+[[experts]]
+model = "code"
+prompts = "def f(x):"
+negative_prompts = ["once"]
+residual_scale = 0.5
+[[experts]]
+model = "prose"
+prompts = ["once"]
+noise_scale = 0.1
+[[shared_experts]]
+model = "base"
+prompts = ["the"]
+"""
+
+
+def load(tmp_path, text, suffix="toml", **settings):
+    (tmp_path / f"recipe.{suffix}").write_text(text)
+    return load_mixture(tmp_path / f"recipe.{suffix}", **settings)
+
+
+def test_mergekits_configuration_says_the_same_as_ours(tmp_path):
+    theirs, _ = load(tmp_path, YAML, "yml")
+    ours, options = load(tmp_path, TOML)
+    assert theirs == ours
+    assert options.threads == 2
+    assert ours.to_tables() == load_mixture(ours.to_tables())[0].to_tables()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('prompts = "def', 'prompt = "def', "prompt: not known.*prompts"),
+        ("experts_per_token = 1", "experts_per_token = 3", "2 experts given"),
+        ('\nprompts = ["once"]', "", "prose: has no prompts.*random"),
+        ("gates", "gate", "gate: not known.*gates"),
+        ("cheap_embed", "cheap", "gates = 'cheap'"),
+        ('"BF16"', '"BF17"', "BF17"),
+        ('model = "prose"', "", "model is missing"),
+        ("noise_scale = 0.1", "noise_scale = -1", "noise_scale = -1"),
+    ],
+)
+def test_mistakes_are_named_with_the_file(tmp_path, old, new, message):
+    with pytest.raises(dare.RecipeError, match=rf"recipe\.toml: .*{message}"):
+        load(tmp_path, TOML.replace(old, new, 1))
+
+
+def test_experts_with_the_same_prompts_are_refused(tmp_path):
+    text = TOML.replace('negative_prompts = ["once"]', "").replace('"def f(x):"', '"once"')
+    with pytest.raises(dare.RecipeError, match="same for all"):
+        load(tmp_path, text)
+    load(tmp_path, text, gates="random")
+
+
+def test_mistakes_in_yaml_are_named_with_their_lines(tmp_path):
+    with pytest.raises(dare.RecipeError, match="source_model is missing"):
+        load(tmp_path, YAML.replace("  - source_model: prose\n    pos", "  - pos", 1), "yaml")
+    with pytest.warns(dare.DareWarning, match=r"noise \(line 14\).*noise_scale"):
+        load(tmp_path, YAML.replace("noise_scale", "noise", 1), "yaml")
+
+
+def test_an_output_that_is_no_mixture_is_refused(tmp_path):
+    with pytest.raises(dare.InputError):
+        load_mixture(tmp_path)

@@ -50,6 +50,13 @@ def make_dyadic_deltas(count: int, shape: Sequence[int] = (37, 53), seed: int = 
     ]
 
 
+def far_models(count: int) -> list[Tensor]:
+    """Tensors at angles of about 60°, of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    shared, *own = torch.randn((count + 1, 37, 53), generator=generator)
+    return [(shared + each) * (1 + i) for i, each in enumerate(own)]
+
+
 def merge_ours(base: Tensor, models: Sequence[Tensor], method: str, **settings: Any) -> Tensor:
     """Merge with dare."""
     settings = {"method": method, "seed": SEED, "verbose": False, **settings}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from mergekit.merge_methods import merge_tensors
-from side_by_side import assert_near, assert_within, compares, make_models, merge_ours
+from side_by_side import assert_near, assert_within, compares, far_models, make_models, merge_ours
 
 pytestmark = compares("karcher", "mergekit")
 
@@ -17,13 +17,6 @@ pytestmark = compares("karcher", "mergekit")
 def merge_theirs(models, **parameters):
     given = {"max_iter": 200, "tol": 1e-12, **parameters}
     return merge_tensors(models, "karcher", parameters=given, dtype=torch.float64)
-
-
-def far_models(count):
-    """Tensors at angles of about 60°, of different lengths."""
-    generator = torch.Generator().manual_seed(3)
-    shared, *own = torch.randn((count + 1, 37, 53), generator=generator)
-    return [(shared + each) * (1 + i) for i, each in enumerate(own)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])

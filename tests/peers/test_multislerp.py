@@ -9,6 +9,7 @@ from side_by_side import (
     assert_same,
     assert_within,
     compares,
+    far_models,
     make_models,
     merge_ours,
     merge_theirs,
@@ -17,13 +18,6 @@ from side_by_side import (
 pytestmark = compares("multislerp", "mergekit")
 
 WEIGHTS = [(1.0, 1.0), (0.2, 0.7), (1.0, 2.0, 0.5), (0.3, -0.1, 0.9, 0.4)]
-
-
-def far_models(count):
-    """Tensors at angles of about 60°, of different lengths."""
-    generator = torch.Generator().manual_seed(3)
-    shared, *own = torch.randn((count + 1, 37, 53), generator=generator)
-    return [(shared + each) * (1 + i) for i, each in enumerate(own)]
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -2,18 +2,16 @@
 
 import warnings
 
-import numpy as np
 import pytest
-from shapes import SIZES, TOKENS, TOLERANCE, UNET
 
 import dare
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
-    import transformers
     from peft import LoraConfig, PeftModel, get_peft_model
     from safetensors.torch import load_file, save_file
+    from shapes import SIZES, TOLERANCE, UNET, build_causal, difference, load_causal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,19 +26,7 @@ MODELS = {
     "square": ("GptOss", UNTIED | EXPERTS | {"intermediate_size": 32}),
     "gpt_oss": ("GptOss", UNTIED | EXPERTS),
 }
-HEADS = {"GPT2": "GPT2LMHeadModel"}
 FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def build(kind):
-    name, settings = MODELS[kind]
-    config = getattr(transformers, f"{name}Config")(**settings)
-    torch.manual_seed(0)
-    model = getattr(transformers, HEADS.get(name, f"{name}ForCausalLM"))(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
 
 
 def save_base(model, folder):
@@ -64,16 +50,7 @@ def train(model, seed=1, scale=0.1):
     return model
 
 
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=TOKENS).logits.double().numpy()
-
-
 USUAL = ("r", "lora_alpha")  # settings that all adapters have
-
-
-def load(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def merged(folder):
@@ -84,26 +61,20 @@ def merged(folder):
         method="linear",
         verbose=False,
     )
-    return load(folder / "out"), receipt
-
-
-def difference(one, other):
-    """Return the largest difference of two models' logits, as a part of their range."""
-    found, expected = logits(one), logits(other)
-    return np.abs(found - expected).max() / np.ptp(expected)
+    return load_causal(folder / "out"), receipt
 
 
 def check(folder, add_row, kind, **config):
     """Merge a random adapter and compare with PEFT; it must have changed the logits by far more."""
-    save_base(build(kind), folder / "base")
-    tuned = get_peft_model(load(folder / "base"), LoraConfig(**config))
+    save_base(build_causal(*MODELS[kind]), folder / "base")
+    tuned = get_peft_model(load_causal(folder / "base"), LoraConfig(**config))
     train(tuned).save_pretrained(folder / "adapter")
-    peft = PeftModel.from_pretrained(load(folder / "base"), folder / "adapter")
+    peft = PeftModel.from_pretrained(load_causal(folder / "base"), folder / "adapter")
     result, receipt = merged(folder)
     off = difference(result, peft)
     settings = (f"{name} = {value!r}" for name, value in config.items() if name not in USUAL)
     add_row("adapters", kind, f"`{', '.join(settings)}`", off)
-    assert difference(load(folder / "base"), peft) > 0.01
+    assert difference(load_causal(folder / "base"), peft) > 0.01
     assert off < TOLERANCE
     return receipt
 
@@ -180,9 +151,11 @@ WAYS = {
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
 @pytest.mark.parametrize("way", WAYS)
 def test_starts_that_change_the_base(tmp_path, add_row, start, way):
-    save_base(build("llama"), tmp_path / "base")
+    save_base(build_causal(*MODELS["llama"]), tmp_path / "base")
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
-    tuned = get_peft_model(load(tmp_path / "base"), LoraConfig(init_lora_weights=start, **config))
+    tuned = get_peft_model(
+        load_causal(tmp_path / "base"), LoraConfig(init_lora_weights=start, **config)
+    )
     initial = (tmp_path / "adapter" if way == "inside" else tmp_path) / f"{start[:5]}_init"
     tuned.peft_config["default"].init_lora_weights = True
     tuned.save_pretrained(initial)

@@ -103,12 +103,9 @@ def test_a_full_fine_tune_is_told_and_fit_to_be_merged(found):
     assert model.origin is Origin.FULL
     assert model.likely_rank is None
     assert 0 < model.total.relative_norm < 0.15
+    assert model.by_kind[Kind.EMBEDDING].sparsity > 0.5  # rows of tokens that do not occur
     alone = assess(replace(found, models=(model,), pairs=()))
     assert alone.verdict is Verdict.NO_DEFECT
-
-
-def test_rows_of_tokens_that_do_not_occur_are_unchanged(found):
-    assert found.model("docstrings").by_kind[Kind.EMBEDDING].sparsity > 0.5
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-adapter"])
@@ -119,27 +116,15 @@ def test_a_lora_is_told_with_its_rank_merged_or_not(found, readiness, name):
     assert "lora" in rules(readiness, name)
 
 
-def test_a_lora_and_its_merged_weights_are_the_same_model(readiness):
+def test_every_model_is_told_by_its_change(found, readiness):
     pairs = [finding.subjects for finding in readiness.findings if finding.code == "same_model"]
     assert ("lora", "lora-adapter") in pairs
-
-
-def test_the_copy_is_the_base(found, readiness):
     assert found.model("copy").origin is Origin.UNCHANGED
     assert "equals_base" in rules(readiness, "copy")
-
-
-def test_fresh_weights_are_unrelated(readiness):
     assert readiness.by_model["reinitialised"] is Verdict.WITH_CHANGES
     assert "unrelated" in rules(readiness, "reinitialised")
-
-
-def test_what_was_trained_too_far_is_told(readiness):
     assert "large_change" in rules(readiness, "overtrained")
     assert "unrelated" not in rules(readiness, "overtrained")
-
-
-def test_bfloat16_is_told(readiness):
     assert rules(readiness, "bf16") & {"rounding", "coarser_type"}
 
 

@@ -43,14 +43,17 @@ def merged(tuned, output, **settings):
     return [load_file(folder / "model.safetensors")[WORDS] for folder in folders]
 
 
+def load(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
+
+
 def test_a_union_loads_and_has_the_right_rows(tuned, tmp_path):
     rows, before, after = merged(tuned, tmp_path / "out", vocabulary="union")
     expected = np.concatenate([before + (after[:30522] - before), after[30522:]])
     np.testing.assert_array_equal(rows, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-        model = AutoModel.from_pretrained(tmp_path / "out")
+    tokenizer, model = load(tmp_path / "out")
     ids = tokenizer("a <math> plusplus <|tool|> b", padding=False)["input_ids"]
     assert ids == [101, 1037, 30522, 30523, 30524, 1038, 102]
     assert tokenizer.decode([1037, 30524, 1038], skip_special_tokens=True) == "a b"
@@ -65,10 +68,7 @@ def test_a_models_vocabulary_and_chosen_rows_load(tuned, tmp_path):
     }
     settings = {"vocabulary": tuned.name, "tokens": tokens, "pad_to_multiple_of": 64}
     rows, before, after = merged(tuned, tmp_path / "out", **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-        model = AutoModel.from_pretrained(tmp_path / "out")
+    tokenizer, model = load(tmp_path / "out")
     ids = tokenizer("a <math> plusplus <|new|> b")["input_ids"]
     assert ids == [101, 1037, 30522, 30523, 30525, 1038, 102]
     plus = tokenizer.convert_tokens_to_ids("plus")
