@@ -27,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 COUNT = 36
+DEMO = Path(dare.__file__).parent / "demo" / "models"
 START, PAD = "<s>", "<pad>"
 LENGTH = 96  # tokens that the writer takes
 
@@ -324,6 +325,28 @@ def test_packages_that_are_missing_are_named(monkeypatch):
     assert install_command("data") in str(raised.value)
 
 
+def test_transformers_builds_the_base_of_a_function(tmp_path):
+    recipe = dare.Recipe(base=DEMO / "base", models=[DEMO / "add"], method="sum")
+
+    def own(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert not model.training
+        logits = model(torch.tensor([list(b"37+58=9")], device=model.device)).logits
+        assert not logits.requires_grad
+        return {"next": logits[0, -1].argmax()}
+
+    scorer = open_scorer(own, recipe)
+    scorer.make(recipe)
+    assert scorer.score().scores == {"next": float(ord("5"))}
+    for name, said in (
+        ("Nonesuch", "'Nonesuch', which transformers does not have, so it can"),
+        ("LlamaForCausalLM", "cannot load it: "),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+        with pytest.raises(InputError, match=said):
+            open_scorer(own, recipe.changed(base=tmp_path))
+
+
 # ---------------------------------------------------------------- a whole search
 
 
@@ -350,7 +373,6 @@ MODELS = {
     "base": {},
     "math": {"=": ("4", 2.0)},
     "code": {">": ("b", 2.0)},
-    "bad": {"=": ("5", 3.0)},
 }
 
 
@@ -401,15 +423,3 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     assert search(*asked, "--overwrite", "--quiet") == 0
     again = read_result(Path("merged.study.db"))
     assert (len(again.data.all_trials), again.conclusion) == (scored, result.conclusion)
-
-
-def test_where_a_model_alone_is_best_nothing_is_merged(folder, capsys):
-    asked = ["base", "math", "bad", "--data", "sums.jsonl", "-o", "merged"]
-    assert search(*asked) == 0
-    out = capsys.readouterr().out
-    assert "Use math alone" in out
-    assert not Path("merged").exists()
-    assert not Path("best.toml").exists()
-    result = read_result(Path("merged.study.db"))
-    assert (result.best, result.conclusion.failure) == (None, "")
-    assert result.conclusion.holdout.objective.value > 0.7

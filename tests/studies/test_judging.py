@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dare.errors import RecipeError
 from dare.recipe.options import Search
-from dare.studies.conclusions import Judge, doubts
-from dare.studies.judging import Guard, Objective
+from dare.studies.conclusions import direction_notices
+from dare.studies.judging import Guard, Judge, Objective
 
 SCORES = {"add": 0.75, "sort": 0.5, "english": 1.25}
 
@@ -87,14 +87,14 @@ def test_directions_follow_the_weights_and_the_guards():
 
 def test_errors_that_count_as_good_are_doubted():
     names = ["acc", "eval_loss", "word-perplexity", "bits_per_byte", "lossless"]
-    assert doubts(Objective({"acc": 1.0, "lossless": 1.0}), names) == []
-    assert doubts(Objective({"acc": 1.0, "eval_loss": -1.0}), names) == []
-    found = doubts(Objective(), names)
+    assert direction_notices(Objective({"acc": 1.0, "lossless": 1.0}), names) == []
+    assert direction_notices(Objective({"acc": 1.0, "eval_loss": -1.0}), names) == []
+    found = direction_notices(Objective(), names)
     assert len(found) == 3
     assert all(
         f"{name}=-1" in notice.remedy for name, notice in zip(names[1:4], found, strict=True)
     )
-    (guarded,) = doubts(Objective(), SCORES, [Guard.parse("english:max:1.25")])
+    (guarded,) = direction_notices(Objective(), SCORES, [Guard.parse("english:max:1.25")])
     assert (guarded.code, "english=-1" in guarded.remedy) == ("larger_is_better", True)
 
 

@@ -207,46 +207,32 @@ def test_a_candidate_has_its_settings_and_its_own_seeds():
     assert first.stages == {"dare": {"drop_rate": 0.5}}
 
 
-def test_another_method_leaves_out_what_it_has_no_use_for():
-    document = {
-        "method": "dare+linear",
-        "embedding_drop_rate": 0.3,
-        "models": {
-            "base_file": "b",
-            "merge_files": ["math", {"file": "code", "drop_rate": 0.5, "weight": 0.7}],
-        },
-        "dare": {"drop_rate": 0.9},
-        "tensors": [{"match": "*.mlp.*", "drop_rate": 0.1, "weight": 0.3}],
-    }
-    given = request_from_document(document, "").recipe
-    changed = with_settings(given, {"method": "slerp"})
-    assert (changed.stages, changed.embedding_drop_rate) == ({}, None)
-    assert (changed.models[1].settings, changed.models[1].weight) == ({}, None)
-    assert (changed.tensors[0].settings, changed.tensors[0].weight) == ({}, None)
-    kept = with_settings(given, {"method": "dare+sum"})
-    assert (kept.stages, kept.models) == (given.stages, given.models)
-
-
-def test_another_method_leaves_rules_their_own_methods_with_their_tables():
+@pytest.mark.parametrize("rule", [None, {"method": "trim+ties", "keep_ratio": 0.1}])
+def test_another_method_leaves_out_what_it_has_no_use_for_but_rules_their_own(rule):
+    own = {} if rule is None else {"trim": {"scope": "model"}}
+    code = {"drop_rate": 0.5} if rule is None else {"keep_ratio": 0.5}
     document = {
         "base": "b",
-        "models": ["math", {"file": "code", "keep_ratio": 0.5}],
+        "models": ["math", {"file": "code", "weight": 0.7, **code}],
         "method": "dare+linear",
+        "embedding_drop_rate": 0.3,
         "dare": {"drop_rate": 0.9},
-        "trim": {"scope": "model"},
-        "tensors": [
-            {"match": "*.mlp.*", "method": "trim+ties", "weight": 0.3, "keep_ratio": 0.1},
-            {"match": "*.up.*", "drop_rate": 0.1, "weight": 0.5},
-        ],
+        "tensors": [{"match": "*.up.*", "drop_rate": 0.1, "weight": 0.5}],
+        **own,
     }
+    document["tensors"] += [] if rule is None else [{"match": "*.mlp.*", "weight": 0.3, **rule}]
     given = request_from_document(document, "").recipe
-    assert is_random(given)
     changed = with_settings(given, {"method": "slerp"})
-    assert (changed.method, changed.stages) == ("slerp", {"trim": {"scope": "model"}})
-    assert (changed.models, changed.tensors[0]) == (given.models, given.tensors[0])
-    assert (changed.tensors[1].settings, changed.tensors[1].weight) == ({}, 0.5)
+    assert (changed.method, changed.stages, changed.embedding_drop_rate) == ("slerp", own, None)
+    settings, weight = ({}, None) if rule is None else (given.models[1].settings, 0.7)
+    assert (changed.models[1].settings, changed.models[1].weight) == (settings, weight)
+    assert (changed.tensors[0].settings, changed.tensors[0].weight) == ({}, weight and 0.5)
+    assert changed.tensors[1:] == given.tensors[1:]
+    assert is_random(given)
     assert not is_random(changed)
     assert is_random(with_settings(changed, {"method": "dare+sum"}))
+    kept = with_settings(given, {"method": "dare+sum"})
+    assert (kept.stages, kept.models) == (given.stages, given.models)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -54,6 +54,13 @@ def run(study: Study, planned: int, *, stop_after: int = 1000) -> list[dict]:
     return done
 
 
+def start(code: str) -> subprocess.Popen[str]:
+    """Start a process that runs code with all that this module has."""
+    here, code = str(Path(__file__).parent), textwrap.dedent(code)
+    command = f"import sys; sys.path.insert(0, {here!r})\nfrom test_study import *\n{code}"
+    return subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+
+
 def test_a_study_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path):
     with closing(Study(tmp_path / "whole.db", CHARTER)) as study:
         whole = run(study, 12)
@@ -72,21 +79,17 @@ def test_a_study_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path):
 
 def test_what_a_process_died_over_is_taken_up_with_the_same_settings(tmp_path: Path):
     path = tmp_path / "study.db"
-    dead = textwrap.dedent(f"""
-        import os, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_study import *
+    dead = f"""
         study = Study(Path({str(path)!r}), CHARTER)
         claim = study.take_next(SPACE, 3, leave_to_sampler)
         baseline = study.take_beside(BASELINE, {{"base": {{}}}})
         print(dict(claim.settings), flush=True)
         os._exit(1)
-    """)
-    command = [sys.executable, "-c", dead]
-    printed = subprocess.run(command, capture_output=True, text=True, check=False)
+    """
+    printed, _ = start(dead).communicate()
     with closing(Study(path, CHARTER)) as study:
         claim = study.take_next(SPACE, 3, leave_to_sampler)
-        assert str(dict(claim.settings)) == printed.stdout.strip()
+        assert str(dict(claim.settings)) == printed.strip()
         assert claim.number == 0
         again = study.take_beside(BASELINE, {"base": {}})
         assert again is not None
@@ -99,19 +102,14 @@ def test_what_a_process_died_over_is_taken_up_with_the_same_settings(tmp_path: P
 
 def test_two_processes_share_the_work_and_do_nothing_twice(tmp_path: Path):
     path = tmp_path / "study.db"
-    code = textwrap.dedent(f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_study import *
+    code = f"""
         def grid(place, _found): return Planned({{"drop_rate": 0.1 + place / 50, "scale": 1.0}})
         study = Study(Path({str(path)!r}), CHARTER)
         while (claim := study.take_next(SPACE, 10, grid)) is not None:
             finish(claim, 1.0)
             print(claim.number)
-    """)
-    workers = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)
-    ]
+    """
+    workers = [start(code) for _ in range(2)]
     numbers = [sorted(map(int, worker.communicate()[0].split())) for worker in workers]
     assert all(worker.returncode == 0 for worker in workers)
     assert sorted(numbers[0] + numbers[1]) == list(range(10))
@@ -124,14 +122,11 @@ def test_a_study_has_one_lock_whatever_it_is_called(tmp_path: Path):
     """Two names lead to one study, and the last who works on it removes the lock."""
     (tmp_path / "link.db").symlink_to("study.db")
     with closing(Study(tmp_path / "study.db", CHARTER)) as study:
-        code = textwrap.dedent(f"""
-            import sys
-            sys.path.insert(0, {str(Path(__file__).parent)!r})
-            from test_study import *
+        code = f"""
             with closing(Study(Path({str(tmp_path / "link.db")!r}))) as study:
                 print(study._presence.is_alive({study._presence.mark}))
-        """)
-        assert subprocess.check_output([sys.executable, "-c", code]) == b"True\n"
+        """
+        assert start(code).communicate()[0] == "True\n"
         assert (tmp_path / "study.db.lock").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.db", "study.db"]
 

@@ -169,21 +169,6 @@ def test_models_with_numbers_that_are_none_answer_as_in_numpy():
         assert found[name]["bits"] == ["NaN"], name
 
 
-def test_the_first_of_the_highest_counts_and_the_first_nan_before_all():
-    rows = [[1, 3, 3, 2], [2, "NaN", 9, "NaN"], ["NaN", 1, 2, 3], [-1, -2, -1, -3]]
-    rows += [["-Infinity"] * 4, [0, "Infinity", 0, "Infinity"], [5, 4, 3, 6]]
-    script = """
-    const kernels = await node.openKernels();
-    const at = kernels.__heap_base.value;
-    kernels.memory.grow(1);
-    new Float32Array(kernels.memory.buffer, at).set(given.flat().map(Number));
-    kernels.highest(at, given.length, 4, at + 1024);
-    node.print(Array.from(new Int32Array(kernels.memory.buffer, at + 1024, given.length)));
-    """
-    wanted = np.array([[float(number) for number in row] for row in rows]).argmax(-1)
-    assert run_node(script, rows) == wanted.tolist()
-
-
 # ---------------------------------------------------------------- the engine around it
 
 OPEN = """
@@ -288,41 +273,6 @@ def test_errors_reach_who_asked():
     wanted = ["nonsense", "1 to 216 bytes", "218", *2 * ["no such script"]]
     assert [text for text, error in zip(wanted, found, strict=False) if text not in error] == []
     assert found[-1] == ""
-
-
-IN_CHROMIUM = """
-async ({ setting, prompts }) => {
-  const { openEngine } = await import("./engine/browser.js");
-  const engine = openEngine(undefined, 2);
-  const stop = new AbortController();
-  const stopped = engine.score(setting, { prompts: 100, englishBytes: 4096 }, stop.signal);
-  setTimeout(() => stop.abort(), 50);
-  const strange = engine.score({ ...setting, method: "nonsense" }, { prompts: 1, englishBytes: 0 });
-  return {
-    errors: await Promise.all(
-      [stopped, strange].map((promise) => promise.catch(({ name, message }) => [name, message]))),
-    score: await engine.score(setting, { prompts: 20, englishBytes: 512 }),
-    texts: await engine.write(setting, prompts),
-    sha256: await engine.merge(setting),
-  };
-}
-"""
-
-
-def test_real_workers_in_a_real_browser(static_site, open_tab, models, merged):
-    tab = open_tab(static_site.address)
-    asked = ["37+58=", "sort planet:", "say 347:"]
-    found = tab.page.evaluate(IN_CHROMIUM, {"setting": MERGED, "prompts": asked})
-    model = models["merged"]
-    right = {task.name: sum(model.are_right(task.examples("test", 20))) for task in TASKS}
-    assert found["score"]["right"] == right
-    assert found["score"]["bitsPerByte"] == pytest.approx(model.bits_per_byte(ENGLISH[:512]))
-    assert found["texts"] == model.write(asked)
-    assert found["sha256"] == digest(load_file(merged))
-    (stopped, _), (error, message) = found["errors"]
-    assert stopped == "AbortError"
-    assert (error, "nonsense" in message) == ("Error", True)
-    assert tab.asked_elsewhere(static_site) == []
 
 
 # ---------------------------------------------------------------- the binaries

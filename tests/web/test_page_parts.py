@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import re
 from functools import cache
@@ -15,7 +14,6 @@ import dare
 from dare.demo.llama import Llama, read_weights
 from dare.demo.merges import BASE, CONFIG, TUNED, DemoMerge
 from dare.demo.tasks import TASKS
-from dare.web.assets import PAGE
 from helpers import eventually
 
 ATTENTION = "model.layers.4.self_attn.o_proj.weight"
@@ -179,35 +177,6 @@ def test_one_weight_moves_by_slider_number_and_seed(static_site, open_tab):
     page.click("#drop a[href*=rescale]")  # a link to a setting sets it
     assert not page.is_checked("#control-drop-rescale")
     assert tab.said == []
-
-
-AGAIN = """async () => {
-    const { openEngine } = await import(new URL("engine/browser.js", location.href));
-    const { loadJson, measuredOf } = await import(new URL("loading.js", location.href));
-    const engine = openEngine();
-    const amount = { prompts: 100, englishBytes: 4096 };
-    const found = [];
-    for (const { setting } of (await loadJson("measured.json")).opening) {
-        const { texts, score } = await measuredOf(setting);
-        const written = await engine.write(setting, Object.keys(texts));
-        const live = await engine.score(setting, amount);
-        const sha256 = await engine.merge(setting);
-        found.push({ texts: written, live, score, sha256 });
-    }
-    return found;
-}"""
-
-
-def test_what_was_computed_in_advance_is_what_the_browser_computes(static_site, open_tab):
-    opening = json.loads((PAGE / "measured.json").read_text("utf-8"))["opening"]
-    for said, found in zip(
-        opening, open_tab(static_site.address).page.evaluate(AGAIN), strict=True
-    ):
-        assert found["texts"] == list(said["texts"].values())
-        assert found["sha256"] == said.get("sha256", found["sha256"])
-        assert found["live"]["asked"] == found["score"]["asked"]
-        assert found["live"]["right"] == pytest.approx(found["score"]["right"], abs=1)
-        assert found["live"]["bitsPerByte"] == pytest.approx(said["bits_per_byte"], abs=1e-4)
 
 
 def check_pictures(tab) -> None:

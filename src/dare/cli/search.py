@@ -109,7 +109,7 @@ def search(
     from dare.api import merge as run_merge
     from dare.output.targets import check_free, refuse_existing
     from dare.recipe.recipe import Request
-    from dare.studies.searching import make_search, study_place
+    from dare.studies.searching import make_search, study_path
     from dare.studies.searching import search as run_search
 
     place, flags = by_position(paths, flags)
@@ -122,7 +122,7 @@ def search(
     console = make_console(json=json, quiet=quiet)
     output = flags.get("output")
     beside = None if place or output is None else f"{Path(output).name}.study.db"
-    how["study"] = study_place(place or merge, how["study"] or beside)
+    how["study"] = study_path(place or merge, how["study"] or beside)
     if dry_run:
         checked = make_search(merge, how["study"], **asked)
         trials = times(checked.planned, "trial")

@@ -233,13 +233,13 @@ def print_notices(console: Console, notices: Iterable[Notice], names: Names) -> 
         style = f"bold {STYLES[TONES[severity]]}".strip()
         head = (severity.capitalize(), style)
         console.print(head, f"  {catalogue()[code].title}")
-        for line in _said_once(alike):
+        for line in _lines_of_kind(alike):
             console.print(names(line), indent=4)
     if hidden := [catalogue()[code].title for (_, code), _ in by_gravity[shown_kinds:]]:
         console.print(printable(f"Also noted: {listed(hidden)}"))
 
 
-def _said_once(alike: Sequence[Notice]) -> list[str]:
+def _lines_of_kind(alike: Sequence[Notice]) -> list[str]:
     """Return the lines of notices of one kind, with a remedy that they share once, at the end."""
     by_remedy: dict[str, list[Notice]] = {}
     for notice in alike:

@@ -1,15 +1,15 @@
 """The conclusion of a study: the best, what it cannot be told apart from, and caveats.
 
-A judge holds candidates against the objective and the guards; a contest compares all settings and
-baselines that one evaluator has scored on all items. The best of them is the answer, be it a model
-as it is. A holdout only reports.
+A judge applies the objective and the guards; a comparison has all settings and baselines that one
+evaluator has scored on all items. The best of them is the answer, be it a model as it is. A holdout
+only reports.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from dare.documents.notices import Notice, notice
@@ -18,7 +18,7 @@ from dare.errors import RecipeError
 from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Recipe
 from dare.recipe.settings import with_settings
-from dare.studies.judging import Guard, Objective, Scores
+from dare.studies.judging import Guard, Judge, Objective, Scores
 from dare.studies.results import (
     ALONE,
     NOT_COMPARED,
@@ -49,75 +49,49 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     recipe = request_from_document(data.recipe, "the study's recipe").recipe
     entries = _contenders(recipe, [*data.baselines, *data.trials])
     if not entries:
-        return Conclusion(notices=(notice("not_scored", what="Nothing"), *_of_failures(data)))
-    contest = _Contest(Judge.by(data.objective, data.guards), recipe, entries, resamples)
-    standing, values = contest.standing, contest.table.values
+        return Conclusion(notices=(notice("not_scored", what="Nothing"), *_failure_notices(data)))
+    comparison = _Comparison(Judge.by(data.objective, data.guards), recipe, entries, resamples)
+    results, values = comparison.results, comparison.table.values
     ranking = sorted(
-        (n for n, ranked in enumerate(standing) if not ranked.baseline),
-        key=lambda n: (bool(standing[n].broken), -values[n], entries[n].trials[0].number),
+        (n for n, ranked in enumerate(results) if not ranked.baseline),
+        key=lambda n: (bool(results[n].broken), -values[n], entries[n].trials[0].number),
     )
-    rest = [n for n, ranked in enumerate(standing) if ranked.baseline]
+    rest = [n for n, ranked in enumerate(results) if ranked.baseline]
     found = Conclusion(
-        ranking=tuple(standing[n] for n in ranking),
-        baselines=tuple(standing[n] for n in rest),
-        noise=_noise(data.baselines, contest.judge),
-        notices=(*_of_chance(contest), *_of_failures(data), *_of_scores(contest)),
+        ranking=tuple(results[n] for n in ranking),
+        baselines=tuple(results[n] for n in rest),
+        noise=_noise(data.baselines, comparison.judge),
+        notices=(
+            *_chance_notices(comparison),
+            *_failure_notices(data),
+            *_score_notices(comparison),
+        ),
     )
-    if (best := contest.best) is None:
-        return replace(found, notices=(*_of_guards(contest), *found.notices))
-    settings = [n for n in ranking if not standing[n].broken]
-    differences = {n: contest.difference(best, n) for n, _ in enumerate(standing) if n != best}
-    tied = [n for n in contest.others if differences[n].verdict in (NO_DIFFERENCE, WORSE)]
-    tied = [n for n in tied if contest.digests(n) != contest.digests(best)]
+    if (best := comparison.best) is None:
+        return replace(found, notices=(*_guard_notices(comparison), *found.notices))
+    settings = [n for n in ranking if not results[n].broken]
+    differences = {n: comparison.difference(best, n) for n, _ in enumerate(results) if n != best}
+    tied = [n for n in comparison.others if differences[n].verdict in (NO_DIFFERENCE, WORSE)]
+    tied = [n for n in tied if comparison.digests(n) != comparison.digests(best)]
     shown = [*[n for n in settings if n != best][:1], *(n for n in rest if n != best)]
-    holdout, held, on_holdout = _holdout(data, contest, standing[best])
+    holdout, held, on_holdout = _holdout(data, comparison, results[best])
     return replace(
         found,
-        best=standing[best],
+        best=results[best],
         against=tuple(differences[n] for n in shown),
-        tied=tuple(standing[n] for n in tied),
+        tied=tuple(results[n] for n in tied),
         holdout=holdout,
-        tasks=tuple(_tasks(contest, held or contest, 0 if held else best)),
+        tasks=tuple(_tasks(comparison, held or comparison, 0 if held else best)),
         notices=(
             *on_holdout,
-            *([] if data.sampler == PLAN else _of_seeds(data, entries[best])),
-            *_of_others(contest, found.noise, data),
+            *([] if data.sampler == PLAN else _seed_notices(data, entries[best])),
+            *_selection_notices(comparison, found.noise, data),
             *found.notices,
         ),
     )
 
 
-# ---------------------------------------------------------------- judging
-
-
-@dataclass(frozen=True)
-class Judge:
-    """The demands on merges in a study."""
-
-    objective: Objective
-    guards: tuple[Guard, ...]
-
-    @classmethod
-    def by(cls, weights: Mapping[str, float], guards: Iterable[str]) -> Judge:
-        objective = Objective(weights)
-        return cls(objective, tuple(Guard.parse(text, objective) for text in guards))
-
-    def check_names(self, scores: Iterable[str]) -> None:
-        """Refuse an objective or a guard that asks for scores which there are not."""
-        names = list(scores)
-        self.objective.shares(names)
-        for guard in self.guards:
-            guard.check(names)
-
-    def broken(self, scores: Scores, singles: Sequence[Scores]) -> tuple[str, ...]:
-        """Return a sentence for each guard that is broken."""
-        return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
-
-    def directions(self, names: Sequence[str]) -> dict[str, int]:
-        """Return 1 for scores of which more is better, -1 for less; others are left out."""
-        bounds = [pair for guard in self.guards for pair in guard.directions(names).items()]
-        found = {name: sign for name, sign in bounds if name in names}
-        return found | self.objective.directions(names)
+# ---------------------------------------------------------------- comparing
 
 
 def _contenders(recipe: Recipe, trials: Iterable[Trial]) -> list[Contender]:
@@ -146,7 +120,7 @@ def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, ...]:
     return 1, len(made.chain), seen, is_random(made), len(ranked.settings)
 
 
-class _Contest:
+class _Comparison:
     """Settings and baselines that one evaluator has scored."""
 
     def __init__(
@@ -156,7 +130,7 @@ class _Contest:
         self.table = resample(entries, judge.objective, resamples=resamples)
         alone = (entry.scored for entry in entries if Role.of(entry.name) is Role.SINGLE)
         self.singles: list[Scores] = [one.scores for scored in alone for one in scored]
-        self.standing = [
+        self.results = [
             Ranked(
                 settings={} if entry.name else dict(entry.trials[0].settings),
                 trials=tuple(trial.number for trial in entry.trials),
@@ -167,17 +141,17 @@ class _Contest:
             )
             for place, entry in enumerate(entries)
         ]
-        kept = [n for n, ranked in enumerate(self.standing) if not ranked.broken]
+        kept = [n for n, ranked in enumerate(self.results) if not ranked.broken]
         top = max(self.table.values[kept], default=None)
         equal = [n for n in kept if self.table.values[n] == top]
-        simplicity = [_complexity(recipe, ranked) for ranked in self.standing]
+        simplicity = [_complexity(recipe, ranked) for ranked in self.results]
         self.best = min(equal, key=simplicity.__getitem__, default=None)
         self.others = [n for n in kept if n != self.best]  # those that keep to the guards
 
     def difference(self, one: int, other: int) -> Difference:
         """Return one minus another, by an interval that holds for all pairs at once."""
         value = self.table.difference(one, other)
-        return Difference(self.standing[other].short, value, verdict(value))
+        return Difference(self.results[other].short, value, verdict(value))
 
     def digests(self, place: int) -> set[object]:
         """Return the digests of its weights; one that is not known is like no other."""
@@ -200,8 +174,8 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
 
 
 def _holdout(
-    data: StudyData, chosen_by: _Contest, best: Ranked
-) -> tuple[Holdout | None, _Contest | None, list[Notice]]:
+    data: StudyData, chosen_by: _Comparison, best: Ranked
+) -> tuple[Holdout | None, _Comparison | None, list[Notice]]:
     """Compare the best, on the second evaluator, with all else that was scored there."""
     judge, recipe = chosen_by.judge, chosen_by.recipe
     name = best.baseline or Role.WINNER
@@ -217,7 +191,7 @@ def _holdout(
     try:
         others = _contenders(recipe, (t for t in data.holdout if t.name not in (name, *roles)))
         entries = [_contender(recipe, done, best.baseline), *others]
-        contest = _Contest(judge, recipe, entries, chosen_by.resamples)
+        comparison = _Comparison(judge, recipe, entries, chosen_by.resamples)
     except RecipeError as error:
         problem = f"The holdout cannot be compared: {error}"
         return None, None, [notice("holdout_failed", problem=problem)]
@@ -225,25 +199,25 @@ def _holdout(
     chosen = [t for t in data.trials if t.is_done and t.settings == best.settings]
     validation = _mean_objective([t for t in chosen if t.seed in seeds] or chosen, judge)
     validation = best.objective.value if validation is None else validation
-    winner = contest.standing[0]
+    winner = comparison.results[0]
     holdout = Holdout(
         objective=winner.objective,
-        against=tuple(contest.difference(0, n) for n, _ in enumerate(others, start=1)),
+        against=tuple(comparison.difference(0, n) for n, _ in enumerate(others, start=1)),
         validation=validation,
         loss=validation - winner.objective.value,
         looks=looks,
     )
-    return holdout, contest, list(_of_holdout(contest, holdout))
+    return holdout, comparison, list(_holdout_notices(comparison, holdout))
 
 
-def _tasks(contest: _Contest, shown: _Contest, best: int) -> Iterator[TaskScores]:
+def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[TaskScores]:
     """Yield objective and scores of the best beside base, best single model and average.
 
-    Scores are those `shown`; which single model is best at a task, the contest says.
+    Scores are those `shown`; which single model is best at a task, the comparison says.
     """
-    judge, winner = contest.judge, shown.entries[best]
+    judge, winner = comparison.judge, shown.entries[best]
     known = {entry.name: entry for entry in shown.entries if entry.name} | {winner.name: winner}
-    singles = [e for e in contest.entries if e.name in known and Role.of(e.name) is Role.SINGLE]
+    singles = [e for e in comparison.entries if e.name in known and Role.of(e.name) is Role.SINGLE]
     scores = [entry.scores for entry in (*known.values(), *singles)]
     names = [name for name in winner.scores if all(name in given for given in scores)]
     directions = judge.directions(names)
@@ -273,22 +247,22 @@ def _tasks(contest: _Contest, shown: _Contest, best: int) -> Iterator[TaskScores
 # ------------------------------------------------------------------------------------- notices
 
 
-def _of_holdout(contest: _Contest, holdout: Holdout) -> Iterator[Notice]:
+def _holdout_notices(comparison: _Comparison, holdout: Holdout) -> Iterator[Notice]:
     """Say what the scores of the best on the holdout mean; they change nothing."""
-    kept = {ranked.short for ranked in contest.standing if not ranked.broken}
+    kept = {ranked.short for ranked in comparison.results if not ranked.broken}
     if better := [d.other for d in holdout.against if d.verdict == WORSE and d.other in kept]:
         yield notice("holdout_disagrees", names=listed(better))
     if holdout.looks > 1:
         yield notice("holdout_reused", winners=holdout.looks)
-    for sentence in contest.standing[0].broken:
+    for sentence in comparison.results[0].broken:
         yield notice("holdout_guard", sentence=sentence)
 
 
-def _of_chance(contest: _Contest) -> Iterator[Notice]:
+def _chance_notices(comparison: _Comparison) -> Iterator[Notice]:
     """Say what the intervals do not cover."""
-    table = contest.table
+    table = comparison.table
     has_seeds = any(size > 1 for size in table.seeds)
-    given = any(scored.items for entry in contest.entries for scored in entry.scored)
+    given = any(scored.items for entry in comparison.entries for scored in entry.scored)
     if not table.items:
         reason = "The evaluator gave no per-item results"
         reason = "The objective is not a mean of items that every setting has" if given else reason
@@ -301,18 +275,20 @@ def _of_chance(contest: _Contest) -> Iterator[Notice]:
         yield notice("items_left_out", items=table.items, left_out=table.left_out)
 
 
-def _of_guards(contest: _Contest) -> Iterator[Notice]:
+def _guard_notices(comparison: _Comparison) -> Iterator[Notice]:
     """Say that nothing keeps to the guards, and what the best of all breaks."""
-    first = max(contest.standing, key=lambda ranked: ranked.objective.value)
-    broken, count = "; ".join(first.broken), times(len(contest.standing), "candidate")
+    first = max(comparison.results, key=lambda ranked: ranked.objective.value)
+    broken, count = "; ".join(first.broken), times(len(comparison.results), "candidate")
     yield notice("all_break_guards", candidates=count, first=first.label, broken=broken)
 
 
-def _of_others(contest: _Contest, noise: float | None, data: StudyData) -> Iterator[Notice]:
+def _selection_notices(
+    comparison: _Comparison, noise: float | None, data: StudyData
+) -> Iterator[Notice]:
     """Say what the number of the others, and their distance, mean for the best."""
-    table, best, others = contest.table, contest.best, contest.others
+    table, best, others = comparison.table, comparison.best, comparison.others
     assert best is not None
-    different = [n for n in others if contest.digests(n) != contest.digests(best)]
+    different = [n for n in others if comparison.digests(n) != comparison.digests(best)]
     gap = float(table.values[best] - max(table.values[different], default=-math.inf))
     if noise is not None and noise > gap:
         yield notice("noisy_evaluator", noise=noise, gap=gap)
@@ -328,7 +304,7 @@ def _of_others(contest: _Contest, noise: float | None, data: StudyData) -> Itera
         )
 
 
-def _of_seeds(data: StudyData, best: Contender) -> Iterator[Notice]:
+def _seed_notices(data: StudyData, best: Contender) -> Iterator[Notice]:
     """Say what more seeds might show."""
     count = len(best.trials)
     if best.name or not best.is_random:
@@ -339,7 +315,7 @@ def _of_seeds(data: StudyData, best: Contender) -> Iterator[Notice]:
         yield notice("few_seeds", seeds=times(count, "seed"))
 
 
-def _of_failures(data: StudyData) -> Iterator[Notice]:
+def _failure_notices(data: StudyData) -> Iterator[Notice]:
     ended = [trial for trial in data.trials if trial.state.is_final]
     if failed := sum(trial.state is State.FAILED for trial in ended):
         yield notice("trials_failed", failed=failed, trials=times(len(ended), "trial"))
@@ -349,15 +325,15 @@ def _of_failures(data: StudyData) -> Iterator[Notice]:
             yield notice("baseline_failed", name=trial.name, reason=reason)
 
 
-def _of_scores(contest: _Contest) -> Iterator[Notice]:
-    scores, judge = contest.standing[0].scores, contest.judge
-    yield from doubts(judge.objective, scores, judge.guards)
+def _score_notices(comparison: _Comparison) -> Iterator[Notice]:
+    scores, judge = comparison.results[0].scores, comparison.judge
+    yield from direction_notices(judge.objective, scores, judge.guards)
     for guard in judge.guards:
-        if not guard.is_judged(scores, contest.singles):
+        if not guard.is_judged(scores, comparison.singles):
             yield notice("guard_unchecked", guard=guard.text)
 
 
-def doubts(
+def direction_notices(
     objective: Objective, names: Iterable[str], guards: Sequence[Guard] = ()
 ) -> list[Notice]:
     """Return a notice for each score that should not count as better when it grows."""

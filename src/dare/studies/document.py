@@ -311,7 +311,7 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     if not conclusion.tied:
         tone, start = (Tone.GOOD if conclusion.is_merge else Tone.PLAIN), what[:1].upper()
         return title, tone, f"{start}{what[1:]} is better than all else, beyond chance{score}."
-    tied = [_noun(r) for r in sorted(conclusion.tied, key=lambda r: not r.baseline)]
+    tied = [_name_of(r) for r in sorted(conclusion.tied, key=lambda r: not r.baseline)]
     more = [f"{len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
     return title, Tone.FAIR, f"{top}. May be as good: {listed([*tied[:MOST_NAMED], *more])}."
 
@@ -322,7 +322,7 @@ def _merge_words(data: StudyData, ranked: Ranked) -> str:
     names = made.names
     of = f"of {listed(names) if len(names) <= MOST_NAMED else times(len(names), 'model')}"
     if ranked.baseline:
-        return f"{_noun(ranked)} {of}"
+        return f"{_name_of(ranked)} {of}"
     settings = {n: value for n, value in ranked.settings.items() if not n.startswith(INCLUDE)}
     return f"{setting_words({'method': made.method, **settings})}, {of}"
 
@@ -343,7 +343,7 @@ def setting_words(settings: Settings) -> str:
     return ", ".join(filter(None, words))
 
 
-def _noun(ranked: Ranked) -> str:
+def _name_of(ranked: Ranked) -> str:
     """Return a candidate as a sentence names it."""
     if ranked.baseline:
         return ranked.baseline if ranked.role is Role.SINGLE else f"the {ranked.baseline}"

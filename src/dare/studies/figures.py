@@ -1,13 +1,12 @@
-"""The figures of a study: one function for each, from the study to a chart with its numbers.
+"""The figure of a study, the ranking of settings and baselines, with the numbers it shows.
 
-A function returns None if there is nothing to draw. The texts are in `figures.toml`. Names of
-settings and scores come from outside: they are values in rows, never part of an expression.
+The texts are in `figures.toml`. Names of settings and scores come from outside: they are values in
+rows, never part of an expression.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 from dare.documents.charts import (
@@ -28,14 +27,7 @@ FAR = 20  # a baseline further from the settings than so many times their range 
 KINDS = ("best", "may be as good", "other setting", "baseline")
 SHORT = ".4~g"
 TEXTS = read_texts("dare.studies")
-_figure = partial(make_figure, TEXTS)
 INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "trials:Q")  # fields of tooltips
-
-
-def draw_figures(conclusion: Conclusion) -> list[Figure]:
-    """Draw all figures that there is something to draw in."""
-    figure = ranking(conclusion)
-    return [] if figure is None else [figure]
 
 
 def split_settings(data: StudyData) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -47,14 +39,11 @@ def split_settings(data: StudyData) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(n for n in names if n not in shared), {n: tried[0][n] for n in shared}
 
 
-# ---------------------------------------------------------------- ranking
-
-
-def ranking(conclusion: Conclusion) -> Figure | None:
-    """Draw the best settings and the baselines, with their intervals."""
+def draw_figures(conclusion: Conclusion) -> list[Figure]:
+    """Draw the best settings and the baselines, with their intervals, if anything is scored."""
     rows = _ranking_rows(conclusion)
     if not rows:
-        return None
+        return []
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     y = alt.Y("name:N", title=None, sort=None).axis(ticks=False, domain=False, labelPadding=8)
     tooltip = tooltip_of("name:N", "settings:N", ("objective:Q", "", SHORT), *INTERVAL)
@@ -70,7 +59,8 @@ def ranking(conclusion: Conclusion) -> Figure | None:
         ),
     )
     is_cut = len(conclusion.ranking) > MOST_RANKED
-    return _figure(
+    figure = make_figure(
+        TEXTS,
         "ranking",
         finish_chart(chart, rows, height=26 * len(rows)),
         rows,
@@ -80,6 +70,7 @@ def ranking(conclusion: Conclusion) -> Figure | None:
         baselines=times(len(conclusion.baselines), "baseline"),
         first=f"{rows[0]['name']} with {value_text(rows[0]['objective'])}",
     )
+    return [figure]
 
 
 def _ranking_rows(conclusion: Conclusion) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What is asked of scores: an objective, and guards.
+"""What is asked of scores: an objective and guards, which a judge applies.
 
 The objective is the weighted mean of scores, each with a weight that is negative where less is
 better. A guard is a bound on a score: `english:max:1.25`, `add:min:0.5`, `*:keep:0.95`.
@@ -158,3 +158,33 @@ class Guard:
                 best = sign * max(sign * value for value in reached)
                 # A share of a negative score, or of an error, would ask for more than the best.
                 yield name, best - sign * (1 - self.bound) * abs(best), best, sign
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The demands on merges in a study."""
+
+    objective: Objective
+    guards: tuple[Guard, ...]
+
+    @classmethod
+    def by(cls, weights: Mapping[str, float], guards: Iterable[str]) -> Judge:
+        objective = Objective(weights)
+        return cls(objective, tuple(Guard.parse(text, objective) for text in guards))
+
+    def check_names(self, scores: Iterable[str]) -> None:
+        """Refuse an objective or a guard that asks for scores which there are not."""
+        names = list(scores)
+        self.objective.shares(names)
+        for guard in self.guards:
+            guard.check(names)
+
+    def broken(self, scores: Scores, singles: Sequence[Scores]) -> tuple[str, ...]:
+        """Return a sentence for each guard that is broken."""
+        return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
+
+    def directions(self, names: Sequence[str]) -> dict[str, int]:
+        """Return 1 for scores of which more is better, -1 for less; others are left out."""
+        bounds = [pair for guard in self.guards for pair in guard.directions(names).items()]
+        found = {name: sign for name, sign in bounds if name in names}
+        return found | self.objective.directions(names)

@@ -265,7 +265,7 @@ class StudyData:
     holdout_evaluator: str | None = None
     holdout: tuple[Trial, ...] = ()
     notices: tuple[Notice, ...] = ()
-    left_out: tuple[str, ...] = ()  # models that the plan leaves out: strangers to the others
+    left_out: tuple[str, ...] = ()  # models that the plan leaves out: unrelated to the others
     output: str | None = None
     # By key of a candidate: the file of its norms' statistics, which were taken from inputs.
     norms: dict[str, str] = field(default_factory=dict)

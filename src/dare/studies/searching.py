@@ -37,12 +37,12 @@ from dare.errors import DareError, EvaluationError, InputError, RecipeError, pri
 from dare.recipe.options import Choices, Range, Search
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.settings import INCLUDE
-from dare.studies.conclusions import Judge
 from dare.studies.data_files import Task, read_tasks
 from dare.studies.document import SearchResult, progress_text, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest
 from dare.studies.evaluators.examples import evaluator_of
 from dare.studies.evaluators.functions import Evaluator, compare_items
+from dare.studies.judging import Judge
 from dare.studies.results import (
     ALONE,
     NOT_MERGED,
@@ -72,7 +72,7 @@ from dare.tensors.system import available_cores
 
 DEFAULT_TRIALS = 40
 # Fields of `[search]` that have no effect where no settings are given.
-NEEDS_SPACE = ("sampler", "trials", "seeds", "race")
+ONLY_WITH_SETTINGS = ("sampler", "trials", "seeds", "race")
 MINUTES = 15.0  # for a search that is given no settings
 PREVIEWED = 20  # examples of each task that the base answers before anything else
 LEAST_EXAMPLES = 60  # of a task, however little time there is
@@ -111,7 +111,7 @@ def search(
     `objective`, `guards`, `race`, `time_limit`. The study is a file; the same call resumes it. A
     study that is not finished shows the `command` that continues it.
     """
-    place = study_place(recipe, study)
+    place = study_path(recipe, study)
     request = make_search(
         make_request(recipe, base=base, models=models),
         place,
@@ -132,12 +132,12 @@ def search(
         return result_of(opened)
 
 
-def gathered_place(study: Path) -> Path:
+def gathered_path(study: Path) -> Path:
     """Return the file of what a study gathers from inputs: Gram matrices for RegMean."""
     return study.with_suffix(".gathered.safetensors")
 
 
-def study_place(recipe: AnyRecipe | None, study: str | PathLike[str] | None) -> Path:
+def study_path(recipe: AnyRecipe | None, study: str | PathLike[str] | None) -> Path:
     """Return the path of a study: as given, or beside the recipe under its name."""
     if study is None and isinstance(recipe, str | PathLike):
         return Path(recipe).with_suffix(".study.db")
@@ -197,7 +197,7 @@ def make_search(
         searched = {f"{INCLUDE}{name}": each for name in names} | searched
     table = Search(**fields | {"over": searched})
     known = Search.fields()
-    idle = [name for name in NEEDS_SPACE if getattr(table, name) != known[name].default]
+    idle = [name for name in ONLY_WITH_SETTINGS if getattr(table, name) != known[name].default]
     if idle and not searched:
         how = f"add --over NAME=VALUES, or leave out {idle[0]} for the usual merges"
         raise RecipeError(f"{idle[0]}: no settings are given: {how}")
@@ -214,7 +214,7 @@ def make_search(
     if judging is None:
         how = "--data math.jsonl code.jsonl, --eval score.py:score or 'python score.py {model}'"
         raise RecipeError(f"nothing scores the merges: add {how}")
-    usual = None if searched else UsualMerges(recipe, str(gathered_place(study)) if tasks else None)
+    usual = None if searched else UsualMerges(recipe, str(gathered_path(study)) if tasks else None)
     if usual is not None:
         table = table.changed(over=usual.space, race=True)
     space = Space(recipe.changed(search=None, output=None), table.over)
@@ -231,8 +231,9 @@ def make_search(
     for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
-    request = SearchRequest(space, table, sampler, planned, judging, held, judge, merge)
-    return replace(request, usual=usual, tasks=tasks)
+    return SearchRequest(
+        space, table, sampler, planned, judging, held, judge, merge, usual=usual, tasks=tasks
+    )
 
 
 def _grid_plan(space: Space, seeds: int) -> list[Planned]:
@@ -251,8 +252,8 @@ def _evaluator_name(evaluator: Evaluator) -> str:
     return f"{getattr(evaluator, '__module__', '?')}:{getattr(evaluator, '__qualname__', '?')}"
 
 
-def find_strangers(recipe: Recipe, threads: int | None) -> tuple[tuple[str, ...], Notice | None]:
-    """Return the models that do not belong to the others by their weights; or why none is known."""
+def find_unrelated(recipe: Recipe, threads: int | None) -> tuple[tuple[str, ...], Notice | None]:
+    """Return the models whose weights are unrelated to the others', or why that is not known."""
     try:
         analysis = analyze(
             recipe.base,
@@ -277,7 +278,7 @@ class _Interrupted(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _ScoringRules:
     """The rules by which candidates are scored, the same for all of them."""
 
     judge: Judge
@@ -386,7 +387,7 @@ class _Search:
 
     @cached_property
     def usual(self) -> UsualMerges | None:
-        """What is tried where no settings are given, without strangers."""
+        """What is tried where no settings are given, without models unrelated to the others."""
         usual = self.request.usual
         return usual and replace(usual, left_out=tuple(self.study.note("left_out")))
 
@@ -410,7 +411,7 @@ class _Search:
     # ------------------------------------------------------------ before the trials
 
     def _prepare(self) -> None:
-        """Find the strangers, once, and where the search starts."""
+        """Find unrelated models, once, and where the search starts."""
         output, space = self.request.merge.recipe.output, self.request.space
         with self.study.turn():
             self.study.keep("output", None if output is None else str(output))
@@ -421,7 +422,7 @@ class _Search:
         lack = None
         if self.request.usual:
             self.display.say("comparing the weights of the models")
-            left_out, lack = find_strangers(space.recipe, self.request.merge.options.threads)
+            left_out, lack = find_unrelated(space.recipe, self.request.merge.options.threads)
         with self.study.turn():
             if self.study.note("starts") is None:
                 self.study.keep("left_out", left_out)
@@ -483,7 +484,7 @@ class _Search:
 
     def _gather(self, scorer: Scorer) -> None:
         """Have Gram matrices made: each model's from the tasks that it is the best model for."""
-        path, space = gathered_place(self.study.path), self.request.space
+        path, space = gathered_path(self.study.path), self.request.space
         if path.exists():
             return
         done = [(t, t.scored) for t in self.study.beside(BASELINE) if t.role is Role.SINGLE]
@@ -540,7 +541,7 @@ class _Search:
         else:
             parts = rungs(first.items, seed=self.study.charter.seed)
         parts = parts if len(parts) > 1 else []
-        self.rules = _Rules(self.request.judge, self.stop, singles, first, parts)
+        self.rules = _ScoringRules(self.request.judge, self.stop, singles, first, parts)
         each = median(trial.seconds for trial, _ in done)
         self.planned = max(self.request.planned, self.study.note("planned"))
         if self.usual is not None:
@@ -629,7 +630,7 @@ class _Search:
     ) -> None:
         """Score candidates that are no trials, by name; settings tell some of them apart."""
         items = self._ids(held_out=kind == HOLDOUT) if self.request.tasks else None
-        rules = _Rules(self.request.judge, self.stop, items=items)
+        rules = _ScoringRules(self.request.judge, self.stop, items=items)
         settings = {name: found for name, (_, found) in wanted.items()}
 
         def take() -> Scoring | None:

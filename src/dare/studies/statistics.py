@@ -53,7 +53,7 @@ BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no clear differenc
 LEAST_ITEMS = 10  # a part of fewer items tells too little to give anything up
 MOST_RUNGS = 4  # the most parts: each costs a start of the evaluator
 REDUCTION = 3  # each part makes three times as many items
-_BEHIND = 2.0  # standard errors behind the best at which a candidate is given up
+_ERRORS_BEHIND = 2.0  # standard errors behind the best at which a candidate is given up
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000  # the most numbers that a step of the resampling holds at once
 _MOST_PAIRS = 200_000_000  # the most draws of pairs; more contenders have fewer draws
@@ -117,7 +117,7 @@ class Resampled:
         """
         span = self.bounds[1] - self.bounds[0]
         value = max(-span, min(span, float(self.paired[place] - self.paired[other])))
-        if not self._tells_chance(place, other):
+        if not self._has_interval(place, other):
             return Estimate(value)
         half = self._reach * float(self.errors[place, other])
         # The same weights twice must not differ by what rounding leaves.
@@ -138,7 +138,7 @@ class Resampled:
         # Draws that reach as far as what was seen may round to less.
         return float(np.quantile(largest, _TAILS[1] - _TAILS[0])) * (1 + 1e-9)
 
-    def _tells_chance(self, *places: int) -> bool:
+    def _has_interval(self, *places: int) -> bool:
         if self.items:
             return True
         unknown = any(self.is_random[place] and self.seeds[place] < 2 for place in places)
@@ -169,13 +169,13 @@ def resample(
     columns = {name: _Group.of(trials, ids, name) for name, ids in groups.items()}
     sizes = [len(contender.scored) for contender in contenders]
     starts = np.cumsum([0, *sizes[:-1]])
-    of_trials = _drawn(objective, own, columns, resamples, seed)
+    of_trials = _resample_items(objective, own, columns, resamples, seed)
     paired = objective.values(own | {name: group.means for name, group in columns.items()})
-    draws, by_seeds = _over_seeds(of_trials, paired, starts, sizes, seed)
+    draws, by_seeds = _vary_by_seeds(of_trials, paired, starts, sizes, seed)
     of_groups = [weights[n] * group.sums / group.sizes.sum() for n, group in columns.items()]
     parts = np.concatenate([np.zeros((1, len(trials))), *of_groups])
     of_contenders = np.add.reduceat(parts, starts, axis=1) / sizes
-    flips, errors = _flipped(of_contenders, by_seeds, sizes, resamples, seed)
+    flips, errors = _flip_signs(of_contenders, by_seeds, sizes, resamples, seed)
     shares = {
         name: columns[name].is_share if name in columns else _is_share(name, column)
         for name, column in own.items()
@@ -272,7 +272,7 @@ class _Group:
         return np.asarray(ends & self.is_share)
 
 
-def _drawn(
+def _resample_items(
     objective: Objective,
     own: Mapping[str, np.ndarray],
     columns: Mapping[str, _Group],
@@ -294,7 +294,7 @@ def _drawn(
     return np.concatenate(parts, axis=1)
 
 
-def _over_seeds(
+def _vary_by_seeds(
     of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int], seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return means over seeds as other seeds might have given them, and their standard errors."""
@@ -303,7 +303,7 @@ def _over_seeds(
         trials = slice(start, start + size)
         draws[place] = of_trials[trials].mean(axis=0)
         if size > 1:
-            # That seeds differ in which items they get right is in the draws of items already.
+            # Which items a seed gets right varies already with the draws of items.
             by_items = (of_trials[trials] - draws[place]).var(axis=1).sum() / (size - 1)
             variance = max(0.0, paired[trials].var(ddof=1) - by_items)
             student = _stream(seed, 1, place).permutation(_student(size - 1, of_trials.shape[1]))
@@ -312,14 +312,14 @@ def _over_seeds(
     return draws, errors
 
 
-def _flipped(
+def _flip_signs(
     parts: np.ndarray, by_seeds: np.ndarray, sizes: Sequence[int], resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how contenders deviate if none is better, and the standard errors of differences.
 
     `parts` are what clusters add to contenders' objectives: clusters × contenders.
     """
-    parts = parts - parts.mean(axis=1, keepdims=True)  # what is hard for all
+    parts = parts - parts.mean(axis=1, keepdims=True)  # how hard each cluster is for all
     random, step = _stream(seed, 4), max(1, _MOST_NUMBERS // len(parts))
     steps = (min(step, resamples - start) for start in range(0, resamples, step))
     signs = (np.copysign(1, random.random((number, len(parts))) - 0.5) for number in steps)
@@ -444,4 +444,4 @@ def is_behind(items: Mapping[str, float], best: Mapping[str, float], objective: 
             loss = share * (best[item_id] - items[item_id]) / len(groups[name])
             losses[cluster_of(item_id)] += loss
     error = math.sqrt(math.fsum(loss**2 for loss in losses.values()))
-    return bool(shares) and math.fsum(losses.values()) > _BEHIND * error
+    return bool(shares) and math.fsum(losses.values()) > _ERRORS_BEHIND * error

@@ -222,7 +222,9 @@ class Live:
 
         def run(some: list[int]) -> list[list[float]]:
             inputs = self.padded([rows[number] for number in some])
-            found = _gathered(self.model(**inputs).logits, inputs["input_ids"]).tolist()
+            found = _token_log_likelihoods(
+                self.model(**inputs).logits, inputs["input_ids"]
+            ).tolist()
             return [each[: len(rows[n]) - 1] for each, n in zip(found, some, strict=True)]
 
         return in_batches(list(map(len, rows)), run, self.most_scored)
@@ -246,7 +248,7 @@ def in_batches(
     return results
 
 
-def _gathered(logits: Any, ids: Any) -> Any:
+def _token_log_likelihoods(logits: Any, ids: Any) -> Any:
     """Return the log-likelihoods of all tokens but the first, in float32."""
     scores = logits[:, :-1].float().log_softmax(-1)
     return scores.gather(-1, ids[:, 1:, None])[..., 0]
@@ -387,7 +389,7 @@ class Choosing(Prompted):
         for example in examples:
             texts = self.continued(example.values, example.values["choices"])
             prompt, *found = self.encode([self.model_input(example.values), *texts], None)
-            shared = min(_shared(prompt, row) for row in found)
+            shared = min(_count_shared(prompt, row) for row in found)
             own += [len(row) - shared for row in found]
             rows += [[self.live.start] * (not shared) + row for row in found]
         known = self.live.log_likelihoods([row[-self.live.most :] for row in rows])
@@ -408,7 +410,7 @@ class Choosing(Prompted):
         return self.continued(values, [values["choices"][values["answer"]]])
 
 
-def _shared(prompt: list[int], row: list[int]) -> int:
+def _count_shared(prompt: list[int], row: list[int]) -> int:
     """Return the number of tokens that a row shares with its prompt; at least one is its own."""
     most = min(len(prompt), len(row) - 1)
     return next((n for n in range(most) if prompt[n] != row[n]), most)
