@@ -293,13 +293,3 @@ def test_a_rule_may_be_for_one_model_by_name_or_file():
         found = recipe(models=files, tensors=[rule])
         assert rates(found, "mlp.w") == [0.9, 0.25]
         assert rates(found, "attn.w") == [0.9, 0.9]
-
-
-def test_weights_by_rule_win_in_order():
-    rules = [
-        TensorRule(contains="mlp", weight=0.25),
-        TensorRule(contains="mlp.up", model="code", weight=0.75),
-    ]
-    found = recipe(tensors=rules)
-    assert [found.weight_for("mlp.up", model) for model in range(2)] == [0.25, 0.75]
-    assert [found.weight_for("norm", model) for model in range(2)] == [1.0, 1.0]
