@@ -28,7 +28,7 @@ from dare.output.targets import refuse_existing
 from dare.planning.plan import Plan
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
-from dare.recipe.settings import overlaid
+from dare.recipe.settings import request_with_settings
 from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, run_finish, run_slice, take_sample
 from dare.run.nested import plan_inputs, plan_request
@@ -195,7 +195,7 @@ def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
         path = to_path(recipe)
         document, where = load_document(path, given), str(find_manifest(path) or path)
         where += " with arguments" if given else ""
-    return overlaid(document, given, where)
+    return request_with_settings(document, given, where)
 
 
 def plan(

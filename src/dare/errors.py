@@ -32,7 +32,7 @@ from pathlib import Path
 PACKAGE = str(Path(__file__).parent)
 
 # Control characters, line ends, what reverses the order of writing, and halves of characters.
-ACTS = re.compile(
+UNSAFE_CHARACTERS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff"
     "\U000e0000-\U000e007f]"
 )
@@ -45,7 +45,9 @@ def printable(text: str, *, keep: str = "") -> str:
     a\x1b[2J\nb, two
     lines
     """
-    return ACTS.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+    return UNSAFE_CHARACTERS.sub(
+        lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text
+    )
 
 
 class DareError(Exception):

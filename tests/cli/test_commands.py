@@ -16,7 +16,7 @@ from calling import BASE, TO, TWO, base_arrays, contents, dare, dare_succeeds
 from safetensors.numpy import load_file
 
 from dare import merge, plan
-from dare.cli import COMMANDS, TEXTS
+from dare.cli import COMMANDS, HELP_TEXTS
 from dare.cli.completion import write_script
 from dare.documents.notices import catalogue
 from dare.output.targets import MARK, MARK_NAME
@@ -314,7 +314,7 @@ HEAVY = (
 
 
 def test_help_imports_nothing_heavy():
-    lines = ["", "--version", *(f"{name} --help" for name in TEXTS)]
+    lines = ["", "--version", *(f"{name} --help" for name in HELP_TEXTS)]
     asked = (
         f"import sys; from dare.cli import main; status = {{main(l.split()) for l in {lines}}}; "
         f"print([name for name in {HEAVY} if name in sys.modules], *status)"

@@ -11,7 +11,7 @@ import pytest
 from calling import TWO, asked_recipe, dare_succeeds
 
 from dare.cli import HELP, MAIN_FLAGS, commands, find_command
-from dare.cli.flags import DROP_RATE, FIELDS, PER_MODEL, described, every_option, stage_options
+from dare.cli.flags import DROP_RATE, FIELDS, PER_MODEL, every_option, field_help, stage_options
 from dare.cli.parsing import read_options
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
@@ -66,7 +66,7 @@ OWN_MEANING = {"method", "tensors"}  # which say more on the command line
 
 
 def test_what_help_says_without_the_schema_is_what_the_schema_says():
-    known = described()
+    known = field_help()
     for field, (_, flag) in FIELDS.items():
         assert flag.help in ("", known[field]) or field in OWN_MEANING
     (rate,) = (option for option in stage_options() if option.name == "drop_rate")
@@ -241,7 +241,7 @@ def test_the_recipe_can_be_named_in_every_way(place, word, recipe_file):
 def test_help_explains_every_flag(monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     text = " ".join(dare_succeeds("merge", "--help-all").out.replace("│", " ").split())
-    known = described()
+    known = field_help()
     for field, (_, flag) in FIELDS.items():
         for name in flag.names or (f"--{field.replace('_', '-')}",):
             assert name in text

@@ -13,7 +13,7 @@ from calling import dare, dare_succeeds
 
 import dare as library
 from dare.documents.console import make_console
-from dare.errors import ACTS, DareWarning, InputError, MismatchError, printable
+from dare.errors import UNSAFE_CHARACTERS, DareWarning, InputError, MismatchError, printable
 from helpers import save
 
 EVIL = "b\x1b[2J\n\x9b31m\u202e\x07c"
@@ -22,7 +22,7 @@ SHOWN = "b\\x1b[2J\\n\\x9b31m\\u202e\\x07c"
 
 
 def assert_harmless(text: str) -> None:
-    assert ACTS.findall(text.replace("\n", "")) == []
+    assert UNSAFE_CHARACTERS.findall(text.replace("\n", "")) == []
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dare import load_recipe
-from dare.cli.flags import FIELDS, described
+from dare.cli.flags import FIELDS, field_help
 from dare.recipe.recipe import Recipe, Request
 from dare.stages import parse_method
 
@@ -39,40 +39,35 @@ def said_by(request: Request) -> dict[str, object]:
 
 # ---------------------------------------------------------------- the same recipe
 
-rates = st.floats(0, 1, exclude_max=True)
-shares = st.floats(-4, 4)
-seeds = st.integers(0, 2**63)
 names = st.text(
     st.characters(exclude_categories=("Cs", "Cc"), exclude_characters=":"), min_size=1
 ).filter(str.strip)
+# Values to draw from, as texts: of the parameters of stages, and of fields.
 VALUES = {
-    "drop_rate": rates,
-    "rescale": st.sampled_from(["true", "false", "l1"]),
-    "t": st.floats(0, 1),
-    "on": st.sampled_from(["weights", "deltas"]),
-    "keep_ratio": st.floats(0, 1, exclude_min=True),
-    "divide_by": st.sampled_from(["weights", "signed", "count", "nothing"]),
-    "vote": st.sampled_from(["sum", "count"]),
-    "weighted": st.sampled_from(["true", "false"]),
-    "scope": st.sampled_from(["tensor", "model"]),
-    "normalize": st.sampled_from(["true", "false"]),
-    "alpha": st.floats(0, 1, exclude_min=True),
-    "embeddings": st.sampled_from(["vectors", "matrices"]),
+    "drop_rate": "0 1e-300 0.1 0.9999999999999999",
+    "rescale": "false l1",
+    "t": "0 0.3 1",
+    "on": "weights deltas",
+    "keep_ratio": "1e-300 0.1 1",
+    "divide_by": "weights signed count nothing",
+    "vote": "sum count",
+    "weighted": "true false",
+    "scope": "tensor model",
+    "normalize": "true false",
+    "alpha": "0.1 1",
+    "embeddings": "vectors matrices",
 }
-OF_TRIM = {"rescale": st.sampled_from(["false", "l1"])}
 OTHERS = {
-    "seed": seeds,
-    "scale": shares,
-    "dtype": st.sampled_from(["F32", "BF16", "F16"]),
-    "delta-threshold": st.floats(0, 1e30),
-    "threads": st.integers(1, 99),
-    "max-memory": st.integers(1 << 30, 1 << 40),
-    "on-missing": st.sampled_from(["error", "base"]),
-    "on-extra": st.sampled_from(["error", "drop"]),
-    "on-mismatch": st.sampled_from(["error", "base"]),
-    "vocabulary": st.sampled_from(["error", "base", "union"]),
-    "pad-to-multiple-of": st.integers(1, 64),
-    "on-integer-mismatch": st.sampled_from(["error", "base"]),
+    "seed": f"0 7 {2**63}",
+    "scale": "-4 0.1 1e300",
+    "dtype": "F32 BF16 F16",
+    "delta-threshold": "0 0.002 1e30",
+    "threads": "1 99",
+    "max-memory": f"{1 << 30} 3GiB",
+    **dict.fromkeys(("on-missing", "on-mismatch", "on-integer-mismatch"), "error base"),
+    "on-extra": "error drop",
+    "vocabulary": "error base union",
+    "pad-to-multiple-of": "1 64",
 }
 
 
@@ -84,31 +79,28 @@ def test_values_are_drawn_for_every_parameter():
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """Flags that make a valid recipe for two models."""
+
+    def flag(name: str, values: str) -> str:
+        return f"--{name.replace('_', '-')}={draw(st.sampled_from(values.split()))}"
+
+    def some(least: int, most: int) -> range:
+        return range(draw(st.integers(least, most)))
+
     method = draw(st.sampled_from(METHODS))
     chain = parse_method(method)
-    line = [f"--method={method}"]
-    for name, values in OTHERS.items():
-        if draw(st.booleans()):
-            line.append(f"--{name}={draw(values)}")
-    if chain[-1].name != "slerp" and draw(st.booleans()):
-        # Some stages divide by their sum.
-        pair = draw(st.tuples(shares, shares).filter(lambda pair: sum(pair) != 0))
-        line += [f"--weight={weight}" for weight in pair]
-    if draw(st.booleans()):
-        line += [f"--model-seed={draw(seeds)}", f"--model-seed={draw(seeds)}"]
     own = {name: stage for stage in reversed(chain) for name in stage.parameters}
-    values = {
-        n: OF_TRIM.get(n, VALUES[n]) if s.name == "trim" else VALUES[n] for n, s in own.items()
-    }
+    line = [f"--method={method}"]
+    line += [flag(name, values) for name, values in OTHERS.items() if some(0, 1)]
+    if chain[-1].name != "slerp" and some(0, 1):
+        line += [flag("weight", "-0.3 0 0.7"), "--weight=1"]
+    line += [flag("model-seed", OTHERS["seed"]) for _ in range(2 * len(some(0, 1)))]
     for name, stage in own.items():
-        count = draw(st.sampled_from([0, 1, 2] if stage.kind == "delta" else [0, 1]))
-        flag = f"--{name.replace('_', '-')}"
-        line += [f"{flag}={draw(values[name])}" for _ in range(count)]
-    if own and draw(st.booleans()):
-        for name in draw(st.lists(st.sampled_from(sorted(own)), max_size=3)):
-            line.append(f"--tensors={draw(names)}: {name}={draw(values[name])}")
-    if "drop_rate" in own and draw(st.booleans()):
-        line.append(f"--embedding-drop-rate={draw(rates)}")
+        line += [flag(name, VALUES[name]) for _ in some(0, 2 if stage.kind == "delta" else 1)]
+    for name in draw(st.lists(st.sampled_from(sorted(own)), max_size=3)) if own else ():
+        value = draw(st.sampled_from(VALUES[name].split()))
+        line.append(f"--tensors={draw(names)}: {name}={value}")
+    if "drop_rate" in own and some(0, 1):
+        line.append(flag("embedding_drop_rate", VALUES["drop_rate"]))
     return line
 
 
@@ -139,30 +131,24 @@ def test_every_setting_is_in_it_with_what_it_means(folder):
         (place,) = [
             n for n, line in enumerate(lines) if line.startswith((f"{name} =", f"# {name} ="))
         ]
-        assert lines[place - 1] == f"# {described()[name]}"
+        assert lines[place - 1] == f"# {field_help()[name]}"
 
 
 @pytest.mark.parametrize("method", ["dare+ties", "slerp", "trim+linear"])
 def test_what_is_commented_out_can_be_put_in_line_by_line(method, folder):
     dare_succeeds("init", *TWO, *TO, "--method", method)
     lines = Path("recipe.toml").read_text().splitlines()
-    commented = [
-        n
-        for n, line in enumerate(lines)
-        if line.startswith("# ") and line.removeprefix("# ").split(" = ")[0].isidentifier()
-    ]
-    rule = lines.index("# [[tensors]]")
-    assert len(commented) > 10
-    for number in commented:
-        if number > rule:
-            continue
-        name = lines[number].removeprefix("# ").split(" = ")[0]
-        if name == "shard_size" or (name == "embedding_drop_rate" and "dare" not in method):
-            continue  # these do not go with everything
-        changed = list(lines)
-        changed[number] = lines[number].removeprefix("# ")
-        Path("changed.toml").write_text("\n".join(changed))
-        load_recipe("changed.toml")
+    others = {"shard_size"} | ({"embedding_drop_rate"} if "dare" not in method else set())
+    put_in = 0
+    for number, line in enumerate(lines[: lines.index("# [[tensors]]")]):
+        setting = line.removeprefix("# ")
+        name = setting.partition(" = ")[0]
+        if line != setting and name.isidentifier() and name not in others:
+            changed = [*lines[:number], setting, *lines[number + 1 :]]
+            Path("changed.toml").write_text("\n".join(changed))
+            load_recipe("changed.toml")
+            put_in += 1
+    assert put_in > 10
 
 
 def test_the_example_of_a_rule_is_a_rule(folder):

@@ -16,7 +16,7 @@ import pytest
 from calling import TO, TWO, dare_succeeds
 from rich.cells import cell_len
 
-from dare.cli import COMMANDS, HELP, MAIN_FLAGS, TEXTS
+from dare.cli import COMMANDS, HELP, HELP_TEXTS, MAIN_FLAGS
 from dare.documents.console import read_tags
 from dare.documents.words import exact_text
 from dare.recipe.recipe import Recipe
@@ -128,7 +128,7 @@ def test_main_flags_are_on_one_screen_and_the_others_behind_help_all(command, pa
 @pytest.mark.parametrize("command", [*COMMANDS, *HELP["subcommands"]])
 def test_help_breaks_no_line_of_its_text(command, page):
     shown = page(80, *command.split(), "--help").splitlines()
-    text = "".join(text for text, _ in read_tags(TEXTS[command]))
+    text = "".join(text for text, _ in read_tags(HELP_TEXTS[command]))
     assert [line for line in text.strip().splitlines() if line not in shown] == []
 
 

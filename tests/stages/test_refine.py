@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 import dare
 from dare.cli import main
-from dare.recipe.settings import applies
+from dare.recipe.settings import has_effect
 from dare.run import worker
 from dare.stages import STAGES, parse_method
 from dare.stages.matrices import matrix_refine_stage, refine
@@ -79,10 +79,10 @@ def test_several_refine_stages_follow_each_other(half):
 
 def test_what_is_set_by_name_takes_effect():
     names = ("alpha", "svc.alpha", "weight", "alpha.model 1", "drop_rate", "embedding_drop_rate")
-    found = [applies(name, "linear+svc") for name in names]
+    found = [has_effect(name, "linear+svc") for name in names]
     assert found == [True, True, True, False, False, False]
-    assert not applies("alpha", "linear")
-    assert not applies("weight", "slerp+svc")
+    assert not has_effect("alpha", "linear")
+    assert not has_effect("weight", "slerp+svc")
 
 
 @pytest.mark.parametrize(

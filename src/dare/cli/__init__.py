@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 USES_BLAS = ("lora", "demo")  # commands that multiply large matrices in the main thread
 
-ESCAPE = "dare-escape"
+ESCAPE_ERRORS = "dare-escape"
 HELP_ALL = "--help-all"
 
 HELP: dict[str, Any] = tomllib.loads(Path(__file__).with_name("help.toml").read_text("utf-8"))
@@ -48,8 +48,8 @@ SUBCOMMANDS = {"lora": ["merge", "extract"], "search": ["show", "best"]}
 MAIN_FLAGS: dict[str, list[str]] = HELP["main_flags"]
 COMPLETION = "--install-completion"
 HELP_FLAGS = {"--help", "-h", HELP_ALL}
-LIGHT = {"verify", "methods", "playground", COMPLETION}  # commands that plan no merge
-TEXTS = {**COMMANDS, **HELP["subcommands"], COMPLETION: HELP["completion"]}
+PLANS_NO_MERGE = {"verify", "methods", "playground", COMPLETION}  # commands that plan no merge
+HELP_TEXTS = {**COMMANDS, **HELP["subcommands"], COMPLETION: HELP["completion"]}
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # as it is after `>&-`
             setattr(sys, stream, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(found := getattr(sys, stream), io.TextIOWrapper):
-            found.reconfigure(errors=ESCAPE)
+            found.reconfigure(errors=ESCAPE_ERRORS)
     _hold_blas_to_one_thread(given)
     return _run(given, owns_process=arguments is None)
 
@@ -85,7 +85,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
     return "".join(f"\\u{pair}" for pair in pairs), error.end
 
 
-codecs.register_error(ESCAPE, _escape)
+codecs.register_error(ESCAPE_ERRORS, _escape)
 
 
 def _hold_blas_to_one_thread(arguments: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ def _run(given: Sequence[str], *, owns_process: bool) -> int:
         help_text = f" See `dare {where}`." if isinstance(error, WrongLineError) else ""
         return _fail(f"{error}{help_text}", error, given, status)
     except KeyboardInterrupt:
-        print(f"dare: interrupted{_resuming(given)}", file=sys.stderr)
+        print(f"dare: interrupted{_resume_hint(given)}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -174,15 +174,15 @@ def read_words(words: Sequence[str]) -> Callable[[], Any]:
     inner = SUBCOMMANDS.get(asked[0], [])
     name = " ".join(asked[: 2 if asked[1:2] and asked[1] in inner else 1])
     if not HELP_FLAGS.isdisjoint(flags) or asked == ["lora"]:
-        return partial(_help, name if name in TEXTS else "", with_all=HELP_ALL in flags)
+        return partial(_help, name if name in HELP_TEXTS else "", with_all=HELP_ALL in flags)
     if name == "lora":
         raise unknown_command(asked[1], inner)
-    if name not in TEXTS:
+    if name not in HELP_TEXTS:
         raise unknown_command(name, chain(*HELP["groups"].values()))
     from dare.cli.flags import stage_options
 
     command = call(name, find_command(name), words[len(name.split()) :], stage_options)
-    if asked[0] not in LIGHT:
+    if asked[0] not in PLANS_NO_MERGE:
         from dare import api  # noqa: F401 (now, as nothing is collected)
     return command
 
@@ -241,7 +241,7 @@ def with_command(arguments: Sequence[str]) -> list[str]:
     return ["merge", *arguments] if is_misspelt_path else list(arguments)
 
 
-def _resuming(arguments: Sequence[str]) -> str:
+def _resume_hint(arguments: Sequence[str]) -> str:
     if with_command(arguments)[0] not in ("merge", "moe", "search", "sweep"):
         return ""
     again = [word for word in arguments if word != "--no-resume"]

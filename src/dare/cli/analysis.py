@@ -81,7 +81,7 @@ def analyze(
     judged = judge(inputs, options, steps, verbose=not quiet)
     readiness = judged[1]
     document = make_document(*judged)
-    same = _repeated(inputs if output is None else [output], options, steps)
+    same = _same_arguments(inputs if output is None else [output], options, steps)
     is_clear = readiness.verdict is Verdict.NO_DEFECT
     print_document(console, replace(document, steps=_next_steps(same, offers_merge=is_clear)))
     if output is not None:
@@ -96,7 +96,9 @@ def analyze(
     return DONE if is_clear else FAILED
 
 
-def _repeated(inputs: Sequence[Path], options: Options | None, steps: int | None) -> list[str]:
+def _same_arguments(
+    inputs: Sequence[Path], options: Options | None, steps: int | None
+) -> list[str]:
     words = [str(path) for path in inputs]
     if options is not None and options.allow_pickle and len(words) > 1:
         words.append("--allow-pickle")
@@ -136,7 +138,7 @@ def advise(
         raise UsageError(f"--output {output}: is where the merged model will go; {where}")
     _, _, advice = judge(inputs, options, steps, verbose=not quiet)
     if not advice.recipe and not json:
-        raise nothing_advised(advice, _repeated(inputs, options, steps))
+        raise nothing_advised(advice, _same_arguments(inputs, options, steps))
     if json:
         print_json(advice.to_dict())
     else:
@@ -189,7 +191,7 @@ def judge(
 ) -> Judged:
     """Analyse what the command line names, or read an analysis that was written before."""
     from dare.analysis.advice import judge as judge_analysis
-    from dare.analysis.analyzing import analyze as look_at
+    from dare.analysis.analyzing import analyze as measure
     from dare.analysis.document import Analysis
     from dare.stores.locations import to_path
 
@@ -197,15 +199,15 @@ def judge(
     if len(inputs) == 1 and is_analysis(inputs[0]):
         analysis = Analysis.load(inputs[0])
     else:
-        base, models = _named(inputs, (options or Options()).allow_pickle)
-        analysis = look_at(base, models, verbose=verbose, **asdict(options or Options()))
+        base, models = _base_and_models(inputs, (options or Options()).allow_pickle)
+        analysis = measure(base, models, verbose=verbose, **asdict(options or Options()))
     readiness, advice = judge_analysis(analysis, steps=steps)
     if advice.recipe and options is not None and options.allow_pickle:
         advice = replace(advice, recipe={**advice.recipe, "allow_pickle": True})
     return analysis, readiness, advice
 
 
-def _named(inputs: Sequence[Path], allow_pickle: bool) -> tuple[Path, list[Path]]:
+def _base_and_models(inputs: Sequence[Path], allow_pickle: bool) -> tuple[Path, list[Path]]:
     """Base and models: as they are given, or as a recipe or a finished merge names them."""
     from dare.api import make_request
     from dare.output.receipt import find_manifest
@@ -225,7 +227,7 @@ def _outcome(
     merged: Path, analysis: Analysis, options: Options | None, *, verbose: bool
 ) -> Outcome:
     """Measure what a finished merge did, and how much of each model's delta is still in it."""
-    from dare.analysis.analyzing import analyze as look_at
+    from dare.analysis.analyzing import analyze as measure
     from dare.analysis.results import Outcome
     from dare.output.receipt import find_manifest, read_manifest
     from dare.stores.locations import to_path
@@ -235,7 +237,7 @@ def _outcome(
         raise InputError(f"{merged}: is not the output of a merge, or its manifest is gone")
     files = [to_path(model.file) for model in analysis.models]
     how = asdict(replace(options or Options(), spectra="none"))
-    beside = look_at(to_path(analysis.base), [*files, merged], verbose=verbose, **how)
+    beside = measure(to_path(analysis.base), [*files, merged], verbose=verbose, **how)
     last = beside.models[-1].name
     survival = [pair for pair in beside.pairs if pair.second == last]
     return Outcome.of_manifest(read_manifest(place), analysis, survival, output=merged)

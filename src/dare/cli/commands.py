@@ -76,7 +76,7 @@ def merge(
     from dare.run.engine import run
     from dare.run.merging import Merge, run_slice
 
-    asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
+    asked = _read_request(paths, flags, verbose=verbose, quiet=quiet)
     facts = _conversion_facts(paths, flags)
     if dry_run:
         return _show_plan(asked, facts, json=json, quiet=quiet)
@@ -110,7 +110,7 @@ def finish(
     """Publish what slices have made."""
     from dare import api
 
-    asked = _asked_recipe(paths, flags, verbose=verbose, quiet=quiet)
+    asked = _read_request(paths, flags, verbose=verbose, quiet=quiet)
     console = make_console(json=json, quiet=not asked.options.verbose)
     with warnings.catch_warnings(action="ignore", category=DareWarning):  # the report has them
         report = api.finish(asked, overwrite=overwrite)
@@ -121,7 +121,7 @@ def finish(
 def plan(*paths: Inputs, quiet: Quiet = False, json: Json = False, **flags: Any) -> int:
     """Show a plan."""
     facts = _conversion_facts(paths, flags)
-    return _show_plan(_asked_recipe(paths, flags), facts, json=json, quiet=quiet)
+    return _show_plan(_read_request(paths, flags), facts, json=json, quiet=quiet)
 
 
 def _show_plan(recipe: Request, facts: Facts, *, json: bool, quiet: bool) -> int:
@@ -153,7 +153,7 @@ def _conversion_facts(paths: Sequence[Path], flags: dict[str, Any]) -> Facts:
     return (("unlike mergekit", f"{summary}; {more}"),) if summary else ()
 
 
-def _asked_recipe(
+def _read_request(
     paths: Sequence[Path], flags: dict[str, Any], *, verbose: bool = False, quiet: bool = False
 ) -> Request:
     if verbose and quiet:

@@ -22,7 +22,7 @@ _SHELL = "Shell type for completion. If not specified, attempts to auto-detect c
 _PLACE = "Output path for the completion script. If not specified, uses shell-specific default."
 
 SCRIPTS = tomllib.loads(Path(__file__).with_name("completion.toml").read_text("utf-8"))
-MARK = "✓"
+CHECK_MARK = "✓"
 
 
 def install_completion(
@@ -31,28 +31,28 @@ def install_completion(
     output: Annotated[Path | None, Flag(("--output", "-o"), help=_PLACE)] = None,
 ) -> int:
     """Write the script, and have the shell load it."""
-    shell = shell or _used_shell()
+    shell = shell or _detect_shell()
     place = (output or Path.home() / SCRIPTS["homes"][shell]).absolute()
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(write_script(shell), encoding="utf-8")
-    said = [f"Completion script installed to {place}"]
+    messages = [f"Completion script installed to {place}"]
     if shell == "bash":
         start = Path.home() / ".bashrc"
         _add_line(start, f'[ -f "{place}" ] && . "{place}"', at_end=True)
-        said.append(f"Added completion loader to {start}")
+        messages.append(f"Added completion loader to {start}")
     elif shell == "zsh":
         start = Path.home() / ".zshrc"
         _add_line(start, f"fpath=({place.parent} $fpath)", at_end=False)  # before any compinit
-        said.append(f"Added {place.parent} to fpath in {start}")
+        messages.append(f"Added {place.parent} to fpath in {start}")
     console = make_console()
-    mark = MARK if console.can_write(MARK) else "*"
-    for line in said:
+    mark = CHECK_MARK if console.can_write(CHECK_MARK) else "*"
+    for line in messages:
         console.print(f"{mark} {line}", wraps=False)
     console.print(f"\n{SCRIPTS['then'][shell]}")
     return DONE
 
 
-def _used_shell() -> Shell:
+def _detect_shell() -> Shell:
     match Path(os.environ.get("SHELL", "")).name:
         case "bash" | "zsh" | "fish" as shell:
             return shell

@@ -86,11 +86,11 @@ def print_json(values: Any) -> None:
 # ---------------------------------------------------------------- what a recipe can say
 
 
-KINDS: dict[str, Any] = {"path": Path, "text": str, "switch": bool, "whole": int, "number": float}
-KINDS |= {"paths": list[Path], "texts": list[str]}
+FLAG_TYPES: dict[str, Any] = {"path": Path, "text": str, "whole": int, "number": float}
+FLAG_TYPES |= {"switch": bool, "paths": list[Path], "texts": list[str]}
 # The fields of a recipe: the kind of value and the flag, in the order of `--help`.
 FIELDS: dict[str, tuple[Any, Flag]] = {
-    name: (KINDS[kind], Flag(tuple(names), group, text, form, least=1))
+    name: (FLAG_TYPES[kind], Flag(tuple(names), group, text, form, least=1))
     for group, fields in HELP["flags"].items()
     for name, (kind, text, form, *names) in fields.items()
 }
@@ -103,12 +103,12 @@ DROP_RATE = (list[str], Flag((), METHOD, HELP["drop_rate"], "VALUE...", least=1)
 DECLARED = {**FIELDS, **PER_MODEL, "drop_rate": DROP_RATE}
 
 # Flags of every command that takes a recipe, which are not part of one.
-BESIDE_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
+NOT_IN_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
 
 
 def takes_recipe(command: Command) -> Command:
     """Give a command a flag for all that a recipe can say, beside its `**flags` for stages."""
-    shared = [_keyword(name, *declared) for name, declared in BESIDE_RECIPE.items()]
+    shared = [_keyword(name, *declared) for name, declared in NOT_IN_RECIPE.items()]
     return _declare(command, command, [*shared, *map(flag_for, DECLARED)])
 
 
@@ -140,12 +140,12 @@ def every_option(command: Command) -> list[Option]:
     if not takes_stage_flags(command):
         return options
     staged = stage_options()
-    names, known = {option.name for option in staged}, described()
+    names, known = {option.name for option in staged}, field_help()
     own = (option for option in options if option.name not in names)
     return [*(replace(own, help=own.help or known.get(own.name, "")) for own in own), *staged]
 
 
-def described() -> dict[str, str]:
+def field_help() -> dict[str, str]:
     """Return what the fields of a recipe and of a search mean, as they say it themselves."""
     from dare.recipe.options import RunOptions, Search
     from dare.recipe.recipe import Recipe
@@ -222,10 +222,10 @@ def recipe_from_flags(
 ) -> Request:
     """Lay the flags that were given over a recipe file, over a document, or over nothing."""
     from dare.api import load_document
-    from dare.recipe.document import interpolates, naming
-    from dare.recipe.settings import overlaid
+    from dare.recipe.document import errors_named, interpolates
+    from dare.recipe.settings import request_with_settings
 
-    given = {n: v for n, v in flags.items() if n not in BESIDE_RECIPE and v is not None}
+    given = {n: v for n, v in flags.items() if n not in NOT_IN_RECIPE and v is not None}
     if config is None and start is None:
         needed = ("models",) if interpolates(given) else ("base", "models")
         missing = [f"--{name}" for name in needed if name not in given]
@@ -236,9 +236,11 @@ def recipe_from_flags(
     where = "command line" if config is None else str(config)
     if config is not None and given:
         where += " with flags"
-    with naming(where):
+    with errors_named(where):
         values = {name: read_flag(name, value) for name, value in given.items()}
-    return overlaid(document, values | fixed, where, lambda name: f"--{name.replace('_', '-')}")
+    return request_with_settings(
+        document, values | fixed, where, lambda name: f"--{name.replace('_', '-')}"
+    )
 
 
 def read_flag(name: str, value: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from dare.cli import COMMANDS, HELP, MAIN_FLAGS, SUBCOMMANDS, TEXTS
+from dare.cli import COMMANDS, HELP, HELP_TEXTS, MAIN_FLAGS, SUBCOMMANDS
 from dare.cli.parsing import EMPTY, Option
 from dare.documents.console import Console, read_tags, split_lines
 
@@ -40,7 +40,7 @@ def print_command(
     """Print a command's help; where it has main flags, those alone unless all are asked for."""
     main = MAIN_FLAGS.get(name, [])
     is_short = bool(main) and not with_all
-    text = f"{TEXTS[name].strip()}\n"
+    text = f"{HELP_TEXTS[name].strip()}\n"
     more = f"\n{HELP['more'].format(command=name)}" if is_short else ""
     _print_text(console, f"[bold]Usage: dare {name}{_usage(name, options)}[/bold]\n\n{text}{more}")
     if inner := SUBCOMMANDS.get(name, ()):
@@ -60,14 +60,14 @@ def _print_text(console: Console, text: str) -> None:
 
 
 def _usage(name: str, options: Sequence[Option]) -> str:
-    places = [option for option in options if option.is_place]
-    named = [option for option in options if not option.is_place]
+    places = [option for option in options if option.is_positional]
+    named = [option for option in options if not option.is_positional]
     words = ["COMMAND"] if name in SUBCOMMANDS else []
     words += [f"{each.names[0]} {each.metavar}" for each in named if each.is_required]
     words += ["[OPTIONS]"] if named else []
     words += [each.label for each in places if each.is_required]
     if optional := [each for each in places if not each.is_required]:
-        words.append("[ARGS...]" if any(each.is_rest for each in optional) else "[ARGS]")
+        words.append("[ARGS...]" if any(each.takes_rest for each in optional) else "[ARGS]")
     return "".join(f" {word}" for word in words)
 
 
@@ -76,8 +76,8 @@ def _of_command(name: str, text: str) -> HelpRow:
 
 
 def _of_option(option: Option) -> HelpRow:
-    labels = [*([option.label] if option.is_place else []), *option.names, *option.negatives]
-    label = " ".join(labels if option.is_place else [*labels, option.metavar])
+    labels = [*([option.label] if option.is_positional else []), *option.names, *option.negatives]
+    label = " ".join(labels if option.is_positional else [*labels, option.metavar])
     notes = [f"choices: {', '.join(option.choices)}"] if option.choices else []
     if option.default not in (EMPTY, None) and option.flag.shows_default:
         notes.append(f"default: {option.default}")

@@ -2,9 +2,9 @@
 
 A command is a function, and its parameters are its arguments and flags: names, types, defaults, and
 what `Annotated` adds with a `Flag`. What a parameter means is said by its flag or in the docstring,
-as `:param name: …`. A parameter of a dataclass stands for the fields of that. A command that takes
-`**flags` also takes one for each parameter of a stage; the stages are imported only where a flag is
-not known otherwise.
+as `:param name: …`. A parameter whose type is a dataclass stands for its fields. A command that
+takes `**flags` also takes one for each parameter of a stage; the stages are imported only where a
+flag is not known otherwise.
 
 This does what argparse would, and what that cannot: several values after one flag, flags anywhere
 among paths, negative numbers as values, and words that say what to write instead.
@@ -27,11 +27,11 @@ from dare.cli import WrongLineError
 Command = Callable[..., Any]
 
 END = "--"  # what follows it are paths
-TRUTHS = dict.fromkeys(("yes", "y", "1", "true", "t"), True)
-TRUTHS |= dict.fromkeys(("no", "n", "0", "false", "f"), False)
+BOOLEANS = dict.fromkeys(("yes", "y", "1", "true", "t"), True)
+BOOLEANS |= dict.fromkeys(("no", "n", "0", "false", "f"), False)
 KIND_NAMES: dict[Any, str] = {bool: "", int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 EMPTY = inspect.Parameter.empty
-MEANING = re.compile(r":param (\w+): (.*)")
+PARAM_LINE = re.compile(r":param (\w+): (.*)")
 
 
 class UnknownCommandError(WrongLineError):
@@ -64,7 +64,7 @@ class UnusedCliTokensError(WrongLineError):
 
 @dataclass(frozen=True)
 class Flag:
-    """What is to be said of a parameter beside its name, type and default."""
+    """Details of a parameter beside its name, type and default."""
 
     names: tuple[str, ...] = ()  # in place of `--name`; an argument's without dashes
     group: str = ""
@@ -85,35 +85,35 @@ class Option:
     flag: Flag
     help: str
     default: Any = EMPTY
-    place: Any = inspect.Parameter.KEYWORD_ONLY
+    binding: Any = inspect.Parameter.KEYWORD_ONLY  # how the function takes it
     is_list: bool = False
     owner: str = ""  # the parameter whose field it is
 
     @property
-    def is_place(self) -> bool:
-        """Whether it is an argument, told by its place."""
-        return self.place is not inspect.Parameter.KEYWORD_ONLY
+    def is_positional(self) -> bool:
+        """Whether it is a positional argument."""
+        return self.binding is not inspect.Parameter.KEYWORD_ONLY
 
     @property
-    def is_rest(self) -> bool:
+    def takes_rest(self) -> bool:
         """Whether it takes all arguments that are left."""
-        return self.place is inspect.Parameter.VAR_POSITIONAL
+        return self.binding is inspect.Parameter.VAR_POSITIONAL
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is called on the command line, with dashes; none if only its place tells."""
-        if self.is_rest or self.place is inspect.Parameter.POSITIONAL_ONLY:
+        """Its names on the command line, with dashes; none if it is only positional."""
+        if self.takes_rest or self.binding is inspect.Parameter.POSITIONAL_ONLY:
             return ()
         return self.flag.names or (f"--{self.name.replace('_', '-')}",)
 
     @property
     def negatives(self) -> tuple[str, ...]:
-        """What says no."""
+        """Flags that set it to false."""
         return (f"--no-{self.name.replace('_', '-')}",) if self.flag.has_negative else ()
 
     @property
     def label(self) -> str:
-        """What an argument is called in usage and messages."""
+        """The name of an argument in usage and messages."""
         return self.name.upper() if self.names or not self.flag.names else self.flag.names[0]
 
     @property
@@ -128,7 +128,7 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """What help shows for its value."""
+        """The placeholder for its value in help."""
         dots = "..." if self.is_list and self.flag.least is not None else ""
         usual = "CHOICE" if self.choices else KIND_NAMES[self.kind]
         return self.flag.metavar or (usual and usual + dots)
@@ -136,7 +136,7 @@ class Option:
     @property
     def is_required(self) -> bool:
         """Whether it must be given."""
-        return self.default is EMPTY and not self.is_rest
+        return self.default is EMPTY and not self.takes_rest
 
     def read(self, name: str, text: str) -> Any:
         """Return a value of its type."""
@@ -147,7 +147,7 @@ class Option:
             hint = _hint(text, self.choices, '"{}"')
             raise CoercionError(f'Invalid value "{text}" for {name}. Choose from: {known}.{hint}')
         try:
-            return _whole(text) if self.kind is int else self.kind(text)
+            return _parse_int(text) if self.kind is int else self.kind(text)
         except ValueError:
             raise _wrong_type(name, text, self.kind) from None
 
@@ -158,7 +158,7 @@ def _wrong_type(name: str, text: str, kind: type) -> CoercionError:
     return CoercionError(fault)
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -184,7 +184,7 @@ def _hint(word: str, known: Iterable[str], form: str = "{}") -> str:
 def read_options(command: Command) -> list[Option]:
     """Return the arguments and flags that a command's signature declares."""
     found: list[Option] = []
-    meanings = dict(MEANING.findall(command.__doc__ or ""))
+    meanings = dict(PARAM_LINE.findall(command.__doc__ or ""))
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
@@ -199,7 +199,7 @@ def read_options(command: Command) -> list[Option]:
 
 
 def _read_fields(table: Any, owner: str) -> Iterator[Option]:
-    meanings = dict(MEANING.findall(table.__doc__ or ""))
+    meanings = dict(PARAM_LINE.findall(table.__doc__ or ""))
     kinds = get_type_hints(table, include_extras=True)
     for each in fields(table):
         default = EMPTY if each.default is MISSING else each.default
@@ -211,7 +211,7 @@ def _read_option(
     annotation: Any,
     meanings: Mapping[str, str],
     default: Any,
-    place: Any = inspect.Parameter.KEYWORD_ONLY,
+    binding: Any = inspect.Parameter.KEYWORD_ONLY,
     owner: str = "",
 ) -> Option:
     kind, flag = annotation, Flag()
@@ -223,7 +223,7 @@ def _read_option(
     is_list = get_origin(kind) is list
     kind = get_args(kind)[0] if is_list else kind
     text = flag.help or meanings.get(name, "")
-    return Option(name, kind, flag, text, default, place, is_list, owner)
+    return Option(name, kind, flag, text, default, binding, is_list, owner)
 
 
 def takes_stage_flags(command: Command) -> bool:
@@ -267,12 +267,12 @@ class CommandLine:
             self._more = None
 
     def read(self, words: Sequence[str]) -> None:
-        """Give every word to its flag, or take it as an argument."""
-        waiting = list(words)
-        while waiting:
-            word = waiting.pop(0)
+        """Assign every word to its flag, or take it as an argument."""
+        remaining = list(words)
+        while remaining:
+            word = remaining.pop(0)
             if word == END:
-                self._paths += waiting
+                self._paths += remaining
                 return
             if not is_flag(word):
                 self._paths.append(word)
@@ -283,32 +283,34 @@ class CommandLine:
                 name, equals, value = word[:2], word[2:], word[2:]
                 option = self._find(name)
                 if option is not None and option.is_switch:
-                    waiting.insert(0, f"-{value}")
+                    remaining.insert(0, f"-{value}")
                     equals = ""
             if option is None:
                 self._unknown.append(word)
             elif option.is_switch:
                 self._set_switch(option, name, value if equals else "yes")
             else:
-                self._take_values(option, name, [value] if equals else [], waiting)
+                self._take_values(option, name, [value] if equals else [], remaining)
 
     def _set_switch(self, option: Option, name: str, text: str) -> None:
         if option.name in self._values:
             raise _repeated(name)
-        if text.lower() not in TRUTHS:
+        if text.lower() not in BOOLEANS:
             raise _wrong_type(name, text, bool)
         says_yes = name.replace("_", "-") not in option.negatives
-        self._values[option.name] = TRUTHS[text.lower()] == says_yes
+        self._values[option.name] = BOOLEANS[text.lower()] == says_yes
 
-    def _take_values(self, option: Option, name: str, given: list[str], waiting: list[str]) -> None:
-        """Give a flag its values, which are no longer waiting."""
+    def _take_values(
+        self, option: Option, name: str, given: list[str], remaining: list[str]
+    ) -> None:
+        """Take the values of a flag from the remaining words."""
         if option.name in self._texts and not option.is_list:
             raise _repeated(name)
         least = option.flag.least if option.is_list else None
-        while waiting and (least is not None or not given):
-            if is_flag(waiting[0]) and not option.flag.takes_dashes:
+        while remaining and (least is not None or not given):
+            if is_flag(remaining[0]) and not option.flag.takes_dashes:
                 break
-            given.append(waiting.pop(0))
+            given.append(remaining.pop(0))
         if not given and least is None:
             raise self._missing(name)
         if not given and least:
@@ -325,7 +327,7 @@ class CommandLine:
         return MissingArgumentError(fault)
 
     def finish(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments by place and by name; complain of what is wrong or not there."""
+        """Return positional and keyword arguments; raise for what is unknown, wrong or missing."""
         for word in self._unknown:
             self._ask_for_more()
             names = [n for option in self._options for n in (*option.names, *option.negatives)]
@@ -337,10 +339,10 @@ class CommandLine:
             if texts := self._texts.get(option.name):
                 values = [option.read(name, text) for name, text in texts]
                 self._values[option.name] = values if option.is_list else values[0]
-            elif option.is_rest:
+            elif option.takes_rest:
                 placed += [option.read(option.label, text) for text in rest]
                 rest = []
-            elif option.is_place and rest:
+            elif option.is_positional and rest:
                 taken, rest = (rest, []) if option.is_list else (rest[:1], rest[1:])
                 values = [option.read(option.label, text) for text in taken]
                 self._values[option.name] = values if option.is_list else values[0]
@@ -349,7 +351,7 @@ class CommandLine:
         if rest:
             raise UnusedCliTokensError(f"too many arguments: {shlex.join(rest)}.")
         for option in self._options:
-            if option.place is inspect.Parameter.POSITIONAL_ONLY and option.name in self._values:
+            if option.binding is inspect.Parameter.POSITIONAL_ONLY and option.name in self._values:
                 placed.append(self._values.pop(option.name))
         return placed, self._values
 

@@ -128,7 +128,7 @@ def search(
         trials = times(checked.planned, "trial")
         console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
-    _check_place(write, how["study"], overwrite=overwrite)
+    _refuse_to_replace(write, how["study"], overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
     if output is not None and not overwrite:
         refuse_existing(merge.recipe.output)
@@ -142,7 +142,7 @@ def search(
         result = run_search(merge, **asked, **how, verbose=not quiet)
     print_document(console, result.document())
     if str(write) != "-":
-        console.print(_written(result, write))
+        console.print(_write_best(result, write))
     if output is not None and result.best is not None:
         best = Request(result.best, merge.options)
         with catch_warnings(action="ignore", category=DareWarning):  # its card has them
@@ -238,13 +238,13 @@ def best(
     if str(write) == "-":
         print(text, end="")
     else:
-        _check_place(write, study, overwrite=overwrite)
+        _refuse_to_replace(write, study, overwrite=overwrite)
         write_file(write, text.encode(), "recipe", overwrite=True)
         make_console().print(f"Wrote {write}")
     return DONE
 
 
-def _written(result: SearchResult, path: Path) -> str:
+def _write_best(result: SearchResult, path: Path) -> str:
     from dare.output.targets import write_file
     from dare.stores.locations import usual_output
 
@@ -260,7 +260,7 @@ def _written(result: SearchResult, path: Path) -> str:
     return f"The best recipe is {path}; run it with `dare {path}{place}`"
 
 
-def _check_place(path: Path, study: Path, *, overwrite: bool) -> None:
+def _refuse_to_replace(path: Path, study: Path, *, overwrite: bool) -> None:
     """Refuse to write a recipe over another file, unless a search wrote that for the same study."""
     from dare.studies.document import SIGNED
 

@@ -61,7 +61,7 @@ from dare.planning.make import rate_notes
 from dare.planning.plan import Plan
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
-from dare.recipe.settings import overlaid, parameter_names
+from dare.recipe.settings import parameter_names, request_with_settings
 from dare.run.engine import draw_conclusions, execute, run
 from dare.run.nested import plan_inputs
 from dare.stores.locations import to_path
@@ -209,7 +209,7 @@ def plan_adapters(
     given |= {"threads": threads, "max_memory": max_memory, "verbose": False}
     given |= {"allow_pickle": allow_pickle}
     given = {name: value for name, value in given.items() if value is not None}
-    request = overlaid({"base": "zeros", "models": list(adapters)}, given, "arguments")
+    request = request_with_settings({"base": "zeros", "models": list(adapters)}, given, "arguments")
     recipe = request.recipe
     wanted = None if rank is None and energy is None else Wanted(rank, energy)
     files = [entry.file for entry in recipe.models]

@@ -17,7 +17,7 @@ from dare.output.receipt import (
     read_manifest,
     resolve_path,
 )
-from dare.recipe.document import naming
+from dare.recipe.document import errors_named
 from dare.recipe.entries import AnyPath, as_tuple, read_toml
 from dare.recipe.fields import Strict, described
 from dare.recipe.mergekit.nodes import Node, as_items, as_table, read_yaml
@@ -117,7 +117,7 @@ def load_mixture(
         document.pop("output_digest", None)  # other weights are asked for
     document |= given
     options = {name: document.pop(name) for name in RunOptions.fields() if name in document}
-    with naming(where):
+    with errors_named(where):
         return Mixture(**document), RunOptions(**options)
 
 

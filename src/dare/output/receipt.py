@@ -42,7 +42,7 @@ from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Fate, Layout, TensorPlan, is_directory_target
 from dare.planning.plan import Plan
 from dare.recipe.document import request_from_document
-from dare.recipe.entries import distinct
+from dare.recipe.entries import number_duplicates
 from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.layers import Gradient
 from dare.recipe.options import RunOptions
@@ -493,7 +493,7 @@ def _portable_request(plan: Plan) -> Request:
     """Return the request as others may read it, with paths relative to the output."""
     recipe = plan.recipe
     output = plan.layout.target if plan.layout else Path()
-    names = distinct([portable_path(path, output) for path in recipe.inputs])
+    names = number_duplicates([portable_path(path, output) for path in recipe.inputs])
     portable = moved(recipe, dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
     template = portable.chat_template
     if template not in ("auto", *portable.names) and plan.sidecars is not None:

@@ -34,7 +34,7 @@ from dare.inputs.sources import CONFIG, TIED, read_config, says_tied
 from dare.output.receipt import Report, short_name, without_folders
 from dare.planning.data import Layout
 from dare.planning.plan import Plan
-from dare.recipe.entries import distinct
+from dare.recipe.entries import number_duplicates
 from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.recipe import Recipe
 from dare.recipe.settings import moved
@@ -354,7 +354,7 @@ def _recipe(plan: Plan) -> str:
     import tomli_w
 
     recipe = plan.recipe
-    names = distinct([short_name(path) for path in recipe.inputs])
+    names = number_duplicates([short_name(path) for path in recipe.inputs])
     shorter = dict(zip(recipe.inputs, map(to_path, names), strict=True))
     shortened = moved(recipe, shorter.__getitem__, recipe.output and Path(recipe.output.name))
     document: dict[str, Any] = {

@@ -28,7 +28,7 @@ DARE_TABLE_ALIASES = ("delta_threshold", "verbose", "embedding_drop_rate")
 # Keys of a recipe's file, beside stages and the other names of files.
 KEYS = (*Recipe.fields(), *RunOptions.fields())
 # Keys that the ranges of a stack take over.
-SHARED_WITH_LAYERS = (
+INHERITED_BY_LAYERS = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
     *("allow_pickle", "allow_not_finite"),
 )
@@ -43,7 +43,7 @@ _Merge = TypeVar("_Merge", bound=Recipe)
 
 def request_from_document(document: Mapping[str, Any], where: str) -> Request:
     """Build a request from the tables of its TOML form."""
-    with naming(where):
+    with errors_named(where):
         return read_request(*find_files(document))
 
 
@@ -64,7 +64,7 @@ def _refuse_unused(recipe: Recipe) -> None:
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
+def errors_named(where: str) -> Iterator[None]:
     """Name the place of what is wrong with a recipe."""
     try:
         yield
@@ -123,7 +123,7 @@ def _read_inner_merges(given: dict[str, Any]) -> None:
     given |= {"merges": built} if built else {}
     if not layers:
         return
-    shared = {key: given[key] for key in SHARED_WITH_LAYERS if key in given}
+    shared = {key: given[key] for key in INHERITED_BY_LAYERS if key in given}
     if str(shared.get("dtype")).upper() in OTHER_TYPES:  # which the whole is recoded to
         shared["dtype"] = "F32"
     stack = [

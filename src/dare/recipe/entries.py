@@ -29,7 +29,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 from dare.documents.values import After, Before, Finite
-from dare.errors import ACTS, InputError, RecipeError, did_you_mean
+from dare.errors import UNSAFE_CHARACTERS, InputError, RecipeError, did_you_mean
 from dare.recipe.fields import Strict, described
 from dare.recipe.layers import Gradient
 from dare.stages import parse_method
@@ -97,7 +97,7 @@ def write_toml(document: Mapping[str, Any]) -> str:
     """Write tables as TOML, with every text escaped, so that it stays one value."""
     import tomli_w
 
-    return ACTS.sub(_escape, tomli_w.dumps(document))
+    return UNSAFE_CHARACTERS.sub(_escape, tomli_w.dumps(document))
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -386,7 +386,7 @@ class TensorRule(Entry):
         return f"tensors {' '.join(parts)}"
 
 
-def distinct(names: Sequence[str]) -> list[str]:
+def number_duplicates(names: Sequence[str]) -> list[str]:
     """Number the names that occur more than once."""
     return [f"{name} ({n + 1})" if names.count(name) > 1 else name for n, name in enumerate(names)]
 
@@ -398,7 +398,7 @@ def model_names(entries: Sequence[ModelEntry]) -> list[str]:
     ['a/math', 'b/math', 'code (3)', 'code (4)']
     """
     every = [entry.path.parts for entry in entries]
-    return distinct([PurePath(*_unique_end(parts, every)).as_posix() for parts in every])
+    return number_duplicates([PurePath(*_unique_end(parts, every)).as_posix() for parts in every])
 
 
 def _unique_end(parts: tuple[str, ...], every: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

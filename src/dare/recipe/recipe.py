@@ -9,7 +9,7 @@ Three names and a rate are enough:
     [dare]
     drop_rate = 0.9
 
-Everything else has a default; `naming` has the other names of the first three. A stage's
+Everything else has a default; `OTHER_NAMES` has other names of the first three. A stage's
 parameters stand in a table of its name. A model may be an inline table with a `weight`, a
 `seed` and parameters. `[[tensors]]` rules set parameters for the tensors whose names match. A list
 in place of a number is its values from the first layer to the last.
@@ -334,7 +334,7 @@ class Recipe(Strict):
         chain = self.chain_for(tensor)
         meant = {name: takers([stage for stage, _ in chain], name) for name in overrides}
         return tuple(
-            _at(depth, own, {n: v for n, v in overrides.items() if stage in meant[n]})
+            _settings_at(depth, own, {n: v for n, v in overrides.items() if stage in meant[n]})
             for stage, own in chain.of_kind("delta")
         )
 
@@ -361,7 +361,9 @@ class Recipe(Strict):
         rules = self._rules_for(tensor, None)
         given = {name: value for rule in rules for name, value in rule.settings.items()}
         chain = self.chain_for(tensor)
-        return tuple(_at(depth, own, given) for stage, own in chain if stage.kind != "delta")
+        return tuple(
+            _settings_at(depth, own, given) for stage, own in chain if stage.kind != "delta"
+        )
 
     def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
         """Yield the rules for a tensor of one model, or those that are for all models."""
@@ -629,7 +631,9 @@ def _override_problems(
         yield f"{where}{combines[0].name} takes no weights; it takes {takes}"
 
 
-def _at(depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_at(
+    depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return one stage's settings at a depth, some replaced by those that are given."""
     values = {name: given.get(name, value) for name, value in settings.items()}
     return {n: value_at(v, depth) if isinstance(v, list) else v for n, v in values.items()}

@@ -6,7 +6,7 @@ trim.density                   a parameter of that stage
 weight.math, drop_rate.math    a value of one model; weight alone: of each
 include.math                   true if a model takes part at all
 
-`overlaid` sets them for a whole merge, from a command line or from keywords in Python.
+`request_with_settings` sets them for a whole merge, from a command line or from keywords in Python.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import (
     DARE_TABLE_ALIASES,
     KEYS,
+    errors_named,
     lift_recipes,
-    naming,
     read_request,
     request_from_document,
 )
@@ -52,21 +52,21 @@ _Recipe = TypeVar("_Recipe", bound=Recipe)  # or a range of a stack
 # ---------------------------------------------------------------- settings of a whole merge
 
 
-def overlaid(
+def request_with_settings(
     document: dict[str, Any],
     given: Mapping[str, Any],
     where: str,
-    spelled: Callable[[str], str] = str,
+    spell: Callable[[str], str] = str,
 ) -> Request:
     """Build the request of a document with settings laid over it.
 
     Given are fields of a recipe and options by their names, `PER_MODEL`, and parameters of stages:
-    one value for all models, or a list with one for each. `spelled` returns a name as users write
+    one value for all models, or a list with one for each. `spell` returns a name as users write
     it.
     """
     given = dict(given)
     repeated: dict[str, Any] = {}  # files of a merge that is repeated
-    with naming(where):
+    with errors_named(where):
         document, shown = find_files(copy.deepcopy(document))
         document = lift_recipes(document)
         if "output_digest" in document:  # a merge is repeated, perhaps with its files elsewhere
@@ -75,7 +75,7 @@ def overlaid(
             others = set(given) - Recipe.marked(SAME_WEIGHTS) - set(RunOptions.fields())
             if others or len({name.endswith(".gguf") for name in outputs}) > 1:
                 del document["output_digest"]
-        _lay_over(document, given, spelled)
+        _apply_settings(document, given, spell)
         request = read_request(document, shown)
         if not repeated:
             return request
@@ -84,26 +84,24 @@ def overlaid(
         files = [files] if isinstance(files, str | PathLike) else files
         if len(files) != len(recipe.models):
             found = f"{times(len(files), 'model')} given, but {len(recipe.models)} were merged"
-            raise RecipeError(f"{spelled('models')}: {found}; give all of them, in that order")
+            raise RecipeError(f"{spell('models')}: {found}; give all of them, in that order")
         base = repeated.get("base", recipe.base)
         return replace(request, recipe=with_files(recipe, base, files, recipe.output))
 
 
-def _lay_over(
-    document: dict[str, Any], given: dict[str, Any], spelled: Callable[[str], str]
+def _apply_settings(
+    document: dict[str, Any], given: dict[str, Any], spell: Callable[[str], str]
 ) -> None:
     known = (*KEYS, *PER_MODEL, *parameter_names())
     for name in given:
         if name not in known:
             meant = did_you_mean(name, (*known, *CALL_ARGUMENTS))
-            raise RecipeError(f"{spelled(name)}: not known{meant}")
+            raise RecipeError(f"{spell(name)}: not known{meant}")
     # A number of NumPy's is one of Python's, or no file could say it.
     given = {n: v.item() if isinstance(v, np.generic) else v for n, v in given.items()}
     fields = {name: value for name, value in given.items() if name in KEYS}
     if not isinstance(fields.get("stages", {}), Mapping):
-        raise RecipeError(
-            f"{spelled('stages')}: must be a dict of stages, each with its parameters"
-        )
+        raise RecipeError(f"{spell('stages')}: must be a dict of stages, each with its parameters")
     if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
         document["method"] = fields["method"]
         _remove_unused(document)
@@ -118,7 +116,7 @@ def _lay_over(
             value, models = given[name], document.get("models")
             if not isinstance(value, list | tuple):  # one for all
                 value = [value] * (len(models) if isinstance(models, list | tuple) else 1)
-            set_for_models(document, key, value, spelled(name))
+            set_for_models(document, key, value, spell(name))
     asked = [name for name in parameter_names() if name in given]
     method = document.get("method", DEFAULT_METHOD)
     if not asked or not isinstance(method, str):
@@ -127,7 +125,7 @@ def _lay_over(
     for name in asked:
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
         takers = (c for c in chains if any(name in stage.parameters for stage in c))
-        set_parameter(document, next(takers, chains[0]), name, list(values), spelled(name))
+        set_parameter(document, next(takers, chains[0]), name, list(values), spell(name))
 
 
 def _methods(document: Mapping[str, Any]) -> list[str]:
@@ -155,7 +153,7 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe with some of its settings changed, checked like any other.
 
     Parameters that only the stages of another method take are left out with them. A setting that
-    has no effect is refused; `applies` tells.
+    has no effect is refused; `has_effect` tells.
 
     >>> recipe = Recipe(base="b", models=["math", "code"], stages={"dare": {"drop_rate": 0.5}})
     >>> changed = with_settings(recipe, {"method": "trim+ties", "weight.math": 0.7, "scale": 2.0})
@@ -230,11 +228,11 @@ def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequenc
         )
 
 
-def applies(name: str, method: str) -> bool:
+def has_effect(name: str, method: str) -> bool:
     """Return whether a setting has an effect in a method.
 
     >>> names = ("scale", "drop_rate", "keep_ratio", "trim.keep_ratio")
-    >>> [applies(name, "trim+ties") for name in names]
+    >>> [has_effect(name, "trim+ties") for name in names]
     [True, False, True, True]
     """
     chain = parse_method(method)
@@ -257,7 +255,7 @@ def _remove_unused(document: dict[str, Any]) -> None:
     for name in [name for name in document if name in STAGES and name not in used]:
         table = _as_dict(document.pop(name))
         document.update({key: table[key] for key in DARE_TABLE_ALIASES if key in table})
-    if not any(applies("embedding_drop_rate", method) for method in methods):
+    if not any(has_effect("embedding_drop_rate", method) for method in methods):
         document.pop("embedding_drop_rate", None)
     rules = document.get("tensors", [])
     entries = [*_model_tables(document), *(rules if isinstance(rules, list | tuple) else [])]
@@ -266,7 +264,7 @@ def _remove_unused(document: dict[str, Any]) -> None:
         for key in list(entry):
             of_stage = any(key in stage.parameters for stage in STAGES.values())
             asked = key if is_rule or not of_stage else f"{key}.model"
-            if (of_stage or key == "weight") and not any(applies(asked, m) for m in methods):
+            if (of_stage or key == "weight") and not any(has_effect(asked, m) for m in methods):
                 del entry[key]
 
 
@@ -301,8 +299,8 @@ def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
     method = "+".join(stage.name for stage in chain)
     if not owners:
         parameters = [n for stage in chain for n in stage.parameters]
-        spelled = [f"--{n.replace('_', '-')}" if shown.startswith("--") else n for n in parameters]
-        takes = ", ".join(spelled) or "no parameters"
+        spell = [f"--{n.replace('_', '-')}" if shown.startswith("--") else n for n in parameters]
+        takes = ", ".join(spell) or "no parameters"
         raise RecipeError(f"{shown} would have no effect: method {method!r} takes {takes}")
     if len(owners) > 1:
         both = " and ".join(stage.name for stage in owners)

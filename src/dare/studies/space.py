@@ -24,8 +24,8 @@ from dare.recipe.settings import (
     FIELDS,
     INCLUDE,
     MODEL_SETTINGS,
-    applies,
     get_by_name,
+    has_effect,
     parameter_names,
     rows_without,
     with_settings,
@@ -54,7 +54,7 @@ class Space:
 
     def names_in(self, method: str) -> list[str]:
         """Return the settings that count in a method, but for the method; first, which models."""
-        names = [name for name in self.over if name != METHOD and applies(name, method)]
+        names = [name for name in self.over if name != METHOD and has_effect(name, method)]
         return sorted(names, key=lambda name: not name.startswith(INCLUDE))
 
     def counting(self, settings: Settings) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Space:
             for name, value in settings.items()
             if name == METHOD
             or name.startswith(INCLUDE)
-            or (applies(name, method) and settings.get(INCLUDE + name.partition(".")[2], True))
+            or (has_effect(name, method) and settings.get(INCLUDE + name.partition(".")[2], True))
         }
 
     def has_models(self, settings: Settings) -> bool:
@@ -90,7 +90,7 @@ class Space:
         for name, dimension in self.over.items():
             if "." not in name and name not in known:
                 raise RecipeError(f"over: there is no setting {name!r}{did_you_mean(name, known)}")
-            tried = [m for m in self.methods if name == METHOD or applies(name, m)]
+            tried = [m for m in self.methods if name == METHOD or has_effect(name, m)]
             try:
                 for method, value in itertools.product(tried or self.methods, _ends(dimension)):
                     self.candidate({METHOD: method, name: value})

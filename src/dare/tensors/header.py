@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.documents.shown import json_ready
-from dare.errors import ACTS, HeaderError, InputError
+from dare.errors import UNSAFE_CHARACTERS, HeaderError, InputError
 from dare.tensors.dtypes import STORAGE_TYPES, WEIGHT_TYPES, StorageType
 from dare.tensors.files import InputFile, read_up_to
 
@@ -32,7 +32,9 @@ def printable_json(document: str) -> str:
     >>> print(printable_json('{"name": "\x9b2J"}'))
     {"name": "\u009b2J"}
     """
-    return ACTS.sub(lambda m: m[0] if m[0] == "\n" else json.dumps(m[0])[1:-1], document)
+    return UNSAFE_CHARACTERS.sub(
+        lambda m: m[0] if m[0] == "\n" else json.dumps(m[0])[1:-1], document
+    )
 
 
 def json_bytes(value: Any, indent: int) -> bytes:
