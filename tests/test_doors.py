@@ -139,15 +139,6 @@ def test_dropping_trimming_electing_and_averaging_step_by_step_are_the_chain():
 def test_which_doors_to_dare_ties_trim_and_to_what(files, tmp_path):
     """Only the published function does, to the share that each of its two publications has."""
     base, models = files
-    plain = dare.Recipe(base=base, models=models, method="dare+ties")
-    alias = dare.Recipe(base=base, models=models, method="dare_ties")
-    trimmed = dare.Recipe(
-        base=base, models=models, method="dare+ties", stages={"ties": {"keep_ratio": 0.3}}
-    )
-    assert [chain_of(recipe) for recipe in (plain, alias)] == [["dare", "ties"]] * 2
-    assert chain_of(trimmed) == ["dare", "trim", "ties"]
-    assert dare.plan(trimmed).to_dict()["stages"][1]["keep_ratio"] == 0.3
-
     rate, seed = {"drop_rate": 0.9}, 42
     whole, to_fifth, to_half = (
         merged_arrays(method, {"dare": rate, **trim}, TUNED, seed=seed)
@@ -172,7 +163,3 @@ def test_which_doors_to_dare_ties_trim_and_to_what(files, tmp_path):
     output = tmp_path / "program.safetensors"
     dare.DareMerger(base_file=base, merge_files=models, config=config).merge(output)
     assert_same(load_file(output), whole)
-
-
-def chain_of(recipe):
-    return [stage.name for stage, _ in recipe.chain]

@@ -10,7 +10,7 @@ from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file
 
 import dare
-from dare import MismatchError, ModelEntry, Request, TensorRule, keep_mask
+from dare import Request, keep_mask
 from dare.tensors.dtypes import WEIGHT_TYPES
 from helpers import entry, file_bytes, save, save_shards, sha256, write_recipe
 
@@ -65,13 +65,13 @@ METHODS = {
 }
 
 
-def recipe(models, output, method="dare+linear", layout=".safetensors", **settings):
+def recipe(models, output, method="dare+linear", layout=".safetensors", count=3, **settings):
     return Request.of(
         base=models / f"base{layout}",
-        models=[models / f"m{number}{layout}" for number in range(3)],
+        models=[models / f"m{number}{layout}" for number in range(count)],
         output=output,
         method=method,
-        stages=METHODS[method],
+        stages=METHODS.get(method, {}),
         verbose=False,
         **settings,
     )
@@ -96,15 +96,7 @@ def test_one_recipe_has_one_sha256(models, tmp_path, method):
 def test_the_reference_backend_writes_the_same_bytes(models, tmp_path, method):
     fast, slow = tmp_path / "fast.safetensors", tmp_path / "slow.safetensors"
     for output, backend in ((fast, "cpu"), (slow, "reference")):
-        given = Request.of(
-            base=models / "base.safetensors",
-            models=[models / f"m{number}.safetensors" for number in range(2)],
-            output=output,
-            method=method,
-            stages=METHODS.get(method, {}),
-            verbose=False,
-        )
-        dare.merge(given, backend=backend)
+        dare.merge(recipe(models, output, method, count=2), backend=backend)
     assert sha256(fast) == sha256(slow)
 
 
@@ -287,14 +279,14 @@ def test_float8_is_for_the_matrices_of_layers(tmp_path):
     assert kinds.pop("model.layers.0.mlp.up_proj.weight") == "F8_E4M3"
     assert set(kinds.values()) == {"BF16"}
     (notice,) = (n for n in report.warnings if n.code == "plain_float8")
-    assert "1 matrix" in notice.text
-    assert "4 tensors" in notice.text
-    assert "BF16" in notice.remedy
-
-
-def test_a_base_in_float8_stays_as_it_is(tmp_path):
-    base = {"w": np.full(8, 0.25, ml_dtypes.float8_e4m3fn)}
-    given = write_recipe(tmp_path, base, [{"w": base["w"] + base["w"]}], method="sum")
+    for words, text in (
+        ("1 matrix", notice.text),
+        ("4 tensors", notice.text),
+        ("BF16", notice.remedy),
+    ):
+        assert words in text
+    base = {"w": np.full(8, 0.25, ml_dtypes.float8_e4m3fn)}  # which stays as it is
+    given = write_recipe(tmp_path / "own", base, [{"w": base["w"] + base["w"]}], method="sum")
     report = dare.merge(given)
     with safe_open(given.recipe.output, "np") as file:
         assert file.get_slice("w").get_dtype() == "F8_E4M3"
@@ -324,38 +316,7 @@ def test_other_models_do_not_change_a_models_mask(tmp_path):
     assert (alone["w"] == among["w"]).all()
 
 
-# ---------------------------------------------------------------- settings of models and tensors
-
-
-def test_models_have_their_own_rates_and_tensors_theirs(tmp_path):
-    names = ["model.embed_tokens.weight", "layers.0.mlp.weight", "layers.0.attn.weight"]
-    base = {name: np.zeros(2000, np.float32) for name in names}
-    ones = {name: np.ones(2000, np.float32) for name in names}
-    recipe = write_recipe(tmp_path, base, [ones], method="dare+sum")
-    recipe = recipe.changed(
-        models=(ModelEntry(file=recipe.recipe.models[0].file, settings={"drop_rate": 0.5}),),
-        embedding_drop_rate=0.25,
-        tensors=(TensorRule(match="*.mlp.*", settings={"drop_rate": 0.75}),),
-    )
-    dare.merge(recipe)
-    merged = load_file(recipe.recipe.output)
-    for name, rate in zip(names, (0.25, 0.75, 0.5), strict=True):
-        keep = keep_mask(name, 2000, rate, 42)
-        assert (merged[name] == np.where(keep, np.float32(1 / (1 - rate)), 0)).all()
-
-
-# ---------------------------------------------------------------- integers, NaN, mismatches
-
-
-def test_integers_must_agree_unless_told(tmp_path):
-    base = {"w": np.zeros(3, np.float32), "ids": np.array([1, 2])}
-    model = {"w": np.ones(3, np.float32), "ids": np.array([1, 3])}
-    given = write_recipe(tmp_path, base, [model])
-    with pytest.raises(MismatchError, match=r"ids: .*model0"):
-        dare.merge(given)
-    assert not given.recipe.output.exists()
-    dare.merge(given.changed(on_integer_mismatch="base"))
-    assert load_file(given.recipe.output)["ids"].tolist() == [1, 2]
+# ---------------------------------------------------------------- other types, values that are none
 
 
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8}

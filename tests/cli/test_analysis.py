@@ -16,7 +16,7 @@ import pytest
 from calling import base_arrays, dare, dare_succeeds, tuned_arrays
 from safetensors.numpy import load_file
 
-from dare import Request, load_recipe, merge
+from dare import load_recipe
 from dare.analysis.document import Analysis
 from dare.errors import install_command
 from helpers import save
@@ -217,23 +217,6 @@ def test_init_follows_an_analysis_and_flags_override_it(folder, analysis):
     text = Path("recipe.toml").read_text()
     assert "# Chosen after an analysis:" in text
     assert tomllib.loads(text)["method"] == advised["method"]
-
-
-def test_the_page_of_a_merge_tells_what_survived(folder):
-    recipe = Request.of(
-        base="base.safetensors",
-        models=["math.safetensors", "code.safetensors"],
-        output="merged.safetensors",
-        method="dare+trim+sum",
-        stages={"dare": {"drop_rate": 0.5}, "trim": {"keep_ratio": 0.5}},
-        verbose=False,
-    )
-    merge(recipe)
-    dare_succeeds("report", "--merged", "merged.safetensors", "--quiet")
-    text = Path("report.html").read_text("utf-8")
-    assert "dare+trim+sum" in text
-    for name in ("kept", "survival"):
-        assert f'id="chart-{name}"' in text
 
 
 WRITTEN = {

@@ -25,22 +25,13 @@ from dare.stages import ALIASES, STAGES
 from helpers import flip_bit, save, sha256
 
 CODES = list(catalogue())
-OF_MERGES = set(CODES[: CODES.index("leftovers") + 1])
-OF_DELTA_FILES = {"not_smaller", "lossy", "fits_lora"}
-OF_COPIES = {"same_model", "equals_base"}
-OF_TYPES = {"float64", "plain_float8"}
-OF_DIRECTORIES = {"stop_tokens", "no_configuration"}
-OF_EXTRAS = {"extra_taken"}  # in place of "extra_dropped"
-
-RECIPE = """
-[dare]
-drop_rate = 0.8
-
-[models]
-base_file = "base.safetensors"
-merge_files = ["math.safetensors", "code.safetensors"]
-output_file = "merged.safetensors"
-"""
+# What a merge can say, but for what the merge of everything that is wrong below does not do.
+OF_MERGES = set(CODES[: CODES.index("leftovers") + 1]) - {
+    *("not_smaller", "lossy", "fits_lora"),  # of delta files
+    *("same_model", "equals_base", "unrelated"),  # it is far, and yet related
+    *("float64", "plain_float8", "stop_tokens", "no_configuration", "merged_statistics"),
+    *("extra_taken", "default_drop_rate", "no_library"),
+}
 
 
 def strictly(text: str | bytes) -> dict:
@@ -81,33 +72,15 @@ def merged(folder: Path) -> Path:
 # ---------------------------------------------------------------- merge
 
 
-def test_the_merged_model_has_the_values_that_dare_promises(folder):
-    dare_succeeds(*BASE, "-m", "math.safetensors", *TO, "--drop-rate", "0.75", "--quiet")
-    base, tuned, found = (
-        load_file(folder / f"{name}.safetensors") for name in ("base", "math", "merged")
-    )
-    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.weight"):
-        delta = tuned[name] - base[name]
-        changed = found[name] != base[name]
-        expected = base[name] + np.float32(1) * (delta * np.float32(4))
-        np.testing.assert_allclose(found[name][changed], expected[changed], rtol=0, atol=4e-9)
-        assert abs(changed.mean() - 0.25) < 4 * (0.25 * 0.75 / changed.size) ** 0.5
-    assert (found["model.position_ids"] == base["model.position_ids"]).all()
-
-
 def test_the_commands_it_suggests_work_for_any_name(folder):
     lines = dare_succeeds(*TWO, "-o", "my model's $HOME.safetensors").out.splitlines()
     for line in lines[-2:]:
         _word, name, *arguments = shlex.split(line.replace("OTHER", "other.safetensors"))
         assert name == "dare"
         dare_succeeds(*arguments)
-    assert sha256(Path("my model's $HOME.safetensors")) == sha256(Path("other.safetensors"))
-
-
-@pytest.mark.parametrize("what", ["merged.safetensors", "merged.safetensors.manifest.json"])
-def test_a_merge_can_be_repeated_to_the_same_bytes(what, merged):
-    dare_succeeds(what, "--output", "again.safetensors", "--quiet")
-    assert sha256(Path("again.safetensors")) == sha256(merged)
+    dare_succeeds("other.safetensors.manifest.json", "-o", "third.safetensors", "--quiet")
+    names = ("my model's $HOME", "other", "third")
+    assert len({sha256(Path(f"{name}.safetensors")) for name in names}) == 1
 
 
 # ---------------------------------------------------------------- quiet and JSON
@@ -124,27 +97,21 @@ def test_merge_as_json_is_the_report_and_nothing_else_on_stdout(folder):
     outcome = dare_succeeds(*TWO, *TO, "--json")
     report = outcome.json
     assert outcome.err.split()[:3] == ["Plan", "method", "dare+linear,"]
-    assert report["method"] == "dare+linear"
-    assert report["output"] == "merged.safetensors"
-    assert [model["name"] for model in report["models"]] == ["math", "code"]
-    assert [model["seed"] for model in report["models"]] == [42, 43]
-    assert [model["weight"] for model in report["models"]] == [0.5, 0.5]
+    assert (report["method"], report["output"]) == ("dare+linear", "merged.safetensors")
+    models = [(model["name"], model["seed"], model["weight"]) for model in report["models"]]
+    assert models == [("math", 42, 0.5), ("code", 43, 0.5)]
     assert all(abs(model["drop_rate_realised"] - 0.9) < 0.03 for model in report["models"])
-    assert {tensor["name"] for tensor in report["tensors"]} == {
-        "model.embed_tokens.weight",
-        "model.layers.0.mlp.weight",
-        "model.layers.0.norm.weight",
-    }
+    changed = {name for name, array in base_arrays().items() if array.dtype == np.float32}
+    assert {tensor["name"] for tensor in report["tensors"]} == changed
     assert report["bytes_read"] == 3 * report["bytes_written"]
-    assert report["resumed_chunks"] == 0
     manifest = json.loads(Path("merged.safetensors.manifest.json").read_bytes())
     assert report["digests"]["output"] == manifest["output"]
 
 
 def test_plan_as_json_is_the_plan_and_nothing_else_on_stdout(folder):
     outcome = dare_succeeds("plan", *TWO, *TO, "--drop-rate", "0.8", "--json")
-    (folder / "recipe.toml").write_text(RECIPE)
-    assert outcome.json == plan("recipe.toml").to_dict()
+    files = {"base": TWO[1], "models": TWO[3:], "output": TO[1]}
+    assert outcome.json == plan(**files, drop_rate=0.8).to_dict()
     places = {tensor["name"]: tensor["place"] for tensor in outcome.json["tensors"]}
     assert places["model.embed_tokens.weight"]["file"] == "merged.safetensors"
 
@@ -246,14 +213,6 @@ def test_dare_alone_prints_help():
     assert alone.err == ""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_examples(command):
-    shown = dare_succeeds(command, "--help").out
-    assert shown.startswith(f"Usage: dare {command}")
-    assert f"  dare {'' if command == 'merge' else command}".rstrip() in shown
-    assert "[bold]" not in shown
-
-
 COMPLETED = {
     "dare mer": {"merge"},
     "dare lora ": {"merge", "extract"},
@@ -303,14 +262,7 @@ def test_completion_is_installed_once(tmp_path, monkeypatch):
     assert loads == f'[ -f "{place}" ] && . "{place}"'
 
 
-HEAVY = (
-    "numpy",
-    "torch",
-    "rich.console",
-    "dare.api",
-    "dare.stages",
-    "dare.recipe.recipe",
-)
+HEAVY = ("numpy", "torch", "rich.console", "dare.api", "dare.stages", "dare.recipe.recipe")
 
 
 def test_help_imports_nothing_heavy():
@@ -373,11 +325,7 @@ def test_the_warnings_of_a_merge_are_in_its_closing_output_by_kind(folder):
     closing = outcome.out.partition("Merged ")[2].splitlines()
     labels = ("Note  ", "Warning  ", "Severe  ")
     kinds = [line.partition("  ")[2] for line in closing if line.startswith(labels)]
-    others = OF_DELTA_FILES | OF_COPIES | OF_TYPES | OF_DIRECTORIES | OF_EXTRAS
-    others |= {"default_drop_rate", "merged_statistics"}
-    others |= {"no_library"}  # there is one
-    others |= {"unrelated"}  # it is far, and yet related
-    assert sorted(kinds) == sorted(catalogue()[code].title for code in OF_MERGES - others)
+    assert sorted(kinds) == sorted(catalogue()[code].title for code in OF_MERGES)
     assert {"Note  leftovers", "Severe  not a number"} <= set(closing)
     rates = closing.index("Warning  high drop rate")
     told = " ".join(closing[rates:])

@@ -128,6 +128,7 @@ def test_main_flags_are_on_one_screen_and_the_others_behind_help_all(command, pa
 @pytest.mark.parametrize("command", [*COMMANDS, *HELP["subcommands"]])
 def test_help_breaks_no_line_of_its_text(command, page):
     shown = page(80, *command.split(), "--help").splitlines()
+    assert shown[0].startswith(f"Usage: dare {command}")
     text = "".join(text for text, _ in read_tags(HELP_TEXTS[command]))
     assert [line for line in text.strip().splitlines() if line not in shown] == []
 

@@ -57,18 +57,6 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 
 @pytest.fixture(scope="module")
-def sdist_names(distributions: Distributions) -> list[str]:
-    with tarfile.open(distributions[0]) as archive:
-        return [name.partition("/")[2] for name in archive.getnames()]
-
-
-@pytest.fixture(scope="module")
-def wheel_names(distributions: Distributions) -> list[str]:
-    with zipfile.ZipFile(distributions[1]) as archive:
-        return archive.namelist()
-
-
-@pytest.fixture(scope="module")
 def metadata(distributions: Distributions) -> Message:
     with zipfile.ZipFile(distributions[1]) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -93,30 +81,33 @@ def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFac
 # ---------------------------------------------------------------- contents
 
 
-def test_the_wheel_has_the_whole_package_and_nothing_else(wheel_names: list[str]) -> None:
+def test_the_wheel_has_the_whole_package_and_nothing_else(distributions: Distributions) -> None:
     package = ROOT / "src" / "dare"
     expected = {
         str(path.relative_to(package.parent))
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in str(path)
     }
-    found = {name for name in wheel_names if ".dist-info/" not in name}
-    assert found == expected
-    assert {"dare/py.typed", "dare/documents/templates/page.html.jinja"} <= found
-    assert f"dare_merge-{dare.__version__}.dist-info/licenses/LICENSE" in wheel_names
+    with zipfile.ZipFile(distributions[1]) as archive:
+        names = archive.namelist()
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert {"dare/py.typed", "dare/documents/templates/page.html.jinja"} <= expected
+    assert f"dare_merge-{dare.__version__}.dist-info/licenses/LICENSE" in names
 
 
-def test_the_sdist_has_what_is_needed_to_test_and_build(sdist_names: list[str]) -> None:
+def test_the_sdist_has_what_is_needed_to_test_and_build(distributions: Distributions) -> None:
+    with tarfile.open(distributions[0]) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
     wanted = "CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE Makefile PKG-INFO README.md"
     more = "docs/mask.md mkdocs.yml pyproject.toml src/dare/py.typed tests/helpers.py"
-    assert {*wanted.split(), *more.split()} <= set(sdist_names)
-    for unwanted in (".venv", ".git/", "site/", "bench/data", "bench/results"):
-        assert not [name for name in sdist_names if name.startswith(unwanted)]
+    assert {*wanted.split(), *more.split()} <= set(names)
+    unwanted = (".venv", ".git/", "site/", "bench/data", "bench/results")
+    assert not [name for name in names if name.startswith(unwanted)]
 
 
-def test_neither_is_large(distributions: Distributions) -> None:
-    for file in distributions:
-        assert file.stat().st_size < LARGEST_WHEEL_BYTES, file.name
+def test_both_are_small_and_twine_finds_nothing_wrong(distributions: Distributions) -> None:
+    assert max(file.stat().st_size for file in distributions) < LARGEST_WHEEL_BYTES
+    assert not check(list(map(str, distributions)), strict=True)
 
 
 # ---------------------------------------------------------------- metadata
@@ -139,10 +130,6 @@ def test_it_requires_what_the_project_says_and_not_torch(metadata: Message) -> N
     assert not [line for line in required if line.startswith("torch")]
 
 
-def test_twine_finds_nothing_wrong(distributions: Distributions) -> None:
-    assert not check(list(map(str, distributions)), strict=True)
-
-
 def test_install_hints_name_extras_and_no_package_that_anyone_could_register() -> None:
     suffixes = {".py", ".toml", ".md", ".ipynb", ".jinja", ".js", ".html"}
     trees = ("src/dare", "docs", "examples")
@@ -157,13 +144,10 @@ def test_install_hints_name_extras_and_no_package_that_anyone_could_register() -
 # ---------------------------------------------------------------- installed
 
 
-def test_the_installed_package_is_the_one_that_runs(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_program_merges(installed: Path, tmp_path: Path) -> None:
     where = "import dare; print(dare.__file__)"
     found = Path(run(installed / "python", "-c", where, cwd=tmp_path).strip())
     assert found.is_relative_to(installed.parent)
-
-
-def test_the_installed_program_merges(installed: Path, tmp_path: Path) -> None:
     assert dare.__version__ in run(installed / "dare", "--version", cwd=tmp_path)
     base = np.zeros(64, np.float32)
     save(tmp_path / "base.safetensors", {"w": base})
