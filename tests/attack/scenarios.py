@@ -23,7 +23,7 @@ from ml_dtypes import float8_e4m3fn
 from peft_models import pair, write_adapter
 from tiny_models import config, make_directory, weights
 
-from dare.formats.gguf_keys import FAMILIES
+from dare.inputs.gguf import FAMILIES
 from helpers import save, sha256
 
 Attacked = TypeVar("Attacked")

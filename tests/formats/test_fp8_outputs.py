@@ -54,7 +54,7 @@ def test_a_power_of_two_is_rounded_up_whatever_holds_it():
     _, stored = encoded(fp8_code((2, 2), "rows", E8M0), values)
     assert stored["l.weight_scale_inv"].astype(np.float32).tolist() == [[1], [2]]
     arrays = {"l.weight": np.ones((2, 2), E4M3), "l.weight_scale": np.ones((2, 1), np.float32)}
-    _, stored = encoded(Fp8(code_of(arrays), takes_powers=True), values)
+    _, stored = encoded(Fp8(code_of(arrays), powers_of_two=True), values)
     assert stored["l.weight_scale"].tolist() == [[1], [2]]
 
 
@@ -140,7 +140,7 @@ def test_tiny_and_huge_numbers_have_scales_that_hold_them():
 def test_a_tensor_of_any_rank_and_an_empty_one():
     arrays = {"l.weight": np.ones((2, 3, 4), E4M3), "l.weight_scale": np.ones(1, np.float32)}
     values = numbers((2, 3, 4))
-    _, stored = encoded(Fp8(code_of(arrays), takes_powers=False), values)
+    _, stored = encoded(Fp8(code_of(arrays), powers_of_two=False), values)
     assert stored["l.weight_scale"].tolist() == [np.abs(values).max() / np.float32(448)]
     loss, stored = encoded(fp8_code((0, 5)), np.empty((0, 5), np.float32))
     assert (loss.error, stored["l.weight_scale_inv"].tolist()) == (0, 1)

@@ -31,7 +31,7 @@ from tiny_models import (
 import dare
 from dare.errors import DareError, InputError, NotFiniteError, OutputError, RecipeError
 from dare.formats import gguf as writing
-from dare.formats.gguf_keys import model_keys, vocabulary_keys
+from dare.formats.gguf import model_keys, vocabulary_keys
 from dare.inputs.directory import Sidecars
 from dare.inputs.gguf import FAMILIES, GgufSource
 from helpers import read_tensor, save

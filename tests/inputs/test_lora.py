@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranges import PLACES, Ranged
 from safetensors.numpy import load_file, save_file
 
 import dare
 from dare import Request
 from dare.errors import InputError, RecipeError
 from dare.inputs import adapter_tensors
-from dare.inputs.adapter_tensors import DoraMagnitudes
+from dare.inputs.adapter_tensors import DoraMagnitudes, Product
 from dare.inputs.arrays import array_source
 from dare.inputs.lora import (
     CONFIG_NAME,
@@ -28,7 +29,7 @@ from dare.inputs.lora import (
     open_adapter,
 )
 from dare.kernels import core, reference
-from helpers import read_elements
+from helpers import read_elements, read_tensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -163,6 +164,51 @@ def test_what_was_taken_out_of_the_base_is_subtracted(tmp_path, place):
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+CONVOLVED = {"w.lora_A.weight": floats(2, 3, 2, 2), "w.lora_B.weight": floats(5, 2, 1, 1)}
+LEFT, RIGHT = floats(5, 2, seed=2) + 1, floats(2, 6, seed=1) + 1
+LINEAR = {"w.lora_A.weight": RIGHT, "w.lora_B.weight": LEFT}
+EMBEDDING = {"w.lora_embedding_A": RIGHT, "w.lora_embedding_B": LEFT}
+MAGNITUDES = {"w.lora_magnitude_vector": 1 + np.abs(floats(5, seed=4))}
+TOKENS = {"w.token_adapter.trainable_tokens_delta": floats(3, 6, seed=5)}
+INDICES = {"trainable_token_indices": [4, 0, 2]}
+RANGED = {  # factors, settings, the model type and the shape of the base's weight
+    "linear": (LINEAR, {}, None, (5, 6)),
+    "embedding": (EMBEDDING, {}, None, (6, 5)),
+    "convolution": (CONVOLVED, {}, None, (5, 3, 2, 2)),
+    "experts": (NESTED, {"r": 1, "target_parameters": FUSED}, None, None),
+    "turned experts": (NESTED, {"r": 1, "target_parameters": FUSED}, "gpt_oss", None),
+    "saved too": ({**LINEAR, "w.base_layer.weight": floats(5, 6)}, {}, None, (5, 6)),
+    "DoRA": ({**LINEAR, **MAGNITUDES}, {"use_dora": True}, None, (5, 6)),
+    "DoRA by column": ({**EMBEDDING, **MAGNITUDES}, {"use_dora": True}, None, (6, 5)),
+    "tokens": (TOKENS, INDICES, None, (5, 6)),
+}
+
+
+@pytest.fixture(scope="module")
+def ranged(tmp_path_factory):
+    """Adapters of every kind, read in one piece, whose factors need many in tests."""
+    found, folder, stack = {}, tmp_path_factory.mktemp("ranged"), contextlib.ExitStack()
+    for kind, (tensors, config, model_type, shape) in RANGED.items():
+        base = array_source({"w.weight": 1 + floats(*shape, seed=3)}, "base") if shape else None
+        given = write_adapter(folder / kind, tensors, **config)
+        source = open_adapter(given, {"model_type": model_type}, base=base)
+        source.bind({})
+        stack.enter_context(source)
+        found[kind] = Ranged(source, {name: read_tensor(source, name) for name in source.tensors})
+    with stack:
+        yield found
+
+
+@given(st.sampled_from(sorted(RANGED)), PLACES, PLACES, st.integers(1, 40))
+def test_any_range_is_the_same_part_of_the_whole(ranged, kind, one, other, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_tensors, "PIECE", piece)
+        if kind != "DoRA by column":  # the norms of columns are sums of chunks
+            patch.setattr(adapter_tensors, "CHUNK", piece)
+        for name in ranged[kind].wholes:
+            ranged[kind].check(name, one, other)
+
+
 sizes = st.integers(1, 9)
 
 
@@ -195,16 +241,11 @@ def test_pickled_factors_are_read_if_the_user_allows_it(tmp_path):
 
 # ---------------------------------------------------------------- whole weights
 
-LEFT, RIGHT = floats(5, 2, seed=2) + 1, floats(2, 6, seed=1) + 1
-LINEAR = {"w.lora_A.weight": RIGHT, "w.lora_B.weight": LEFT}
-EMBEDDING = {"w.lora_embedding_A": RIGHT, "w.lora_embedding_B": LEFT}
-CONVOLUTION = {"w.lora_A.weight": floats(2, 3, 2, 2), "w.lora_B.weight": floats(5, 2, 1, 1)}
-
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize(
     ("factors", "model_type", "axis"),
-    [(LINEAR, None, 1), (LINEAR, "gpt2", 0), (EMBEDDING, None, 0), (CONVOLUTION, None, (1, 2, 3))],
+    [(LINEAR, None, 1), (LINEAR, "gpt2", 0), (EMBEDDING, None, 0), (CONVOLVED, None, (1, 2, 3))],
     ids=["linear", "inputs first", "embedding", "convolution"],
 )
 def test_dora_brings_the_changed_weights_to_its_magnitudes(
@@ -223,74 +264,40 @@ def test_dora_brings_the_changed_weights_to_its_magnitudes(
     np.testing.assert_allclose(found[f"{prefix}w.weight"], expected, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    sides=st.tuples(sizes, sizes),
-    chunk=st.integers(1, 40),
-    by_column=st.booleans(),
-    data=st.data(),
-)
-def test_any_elements_of_dora_are_those_of_the_whole(sides, chunk, by_column, data):
-    rows, columns = sides
-    weights = np.random.default_rng(0).standard_normal(rows * columns, np.float32)
-    source = array_source({"m": floats(columns if by_column else rows, seed=1)}, "adapter")
-
-    def read(start, into):
-        into[:] = weights[start : start + into.size]
-
-    whole = np.empty_like(weights)
-    DoraMagnitudes("m", rows, columns, by_column).fill(read, source, 0, whole)
-    start = data.draw(st.integers(0, whole.size))
-    found = np.empty(data.draw(st.integers(0, whole.size - start)), np.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        if not by_column:  # the norms of columns are sums of chunks
-            patch.setattr(adapter_tensors, "CHUNK", chunk)
-        DoraMagnitudes("m", rows, columns, by_column).fill(read, source, start, found)
-    assert found.tobytes() == whole[start:][: found.size].tobytes()
-
-
-TOKENS = {"e.token_adapter.trainable_tokens_delta": floats(3, 4, seed=5)}
-
-
 @pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize("rows", [[6, 0, 2], {"e": [6, 0, 2]}])
+@pytest.mark.parametrize("rows", [[4, 0, 2], {"w": [4, 0, 2]}])
 def test_rows_of_trained_tokens_replace_those_of_the_base(tmp_path, rows, prefix):
-    weight = floats(7, 4)
-    found = merge(tmp_path, {"e.weight": weight}, TOKENS, prefix, trainable_token_indices=rows)
+    weight = floats(5, 6)
+    found = merge(tmp_path, {"w.weight": weight}, TOKENS, prefix, trainable_token_indices=rows)
     expected = weight.copy()
-    expected[[6, 0, 2]] = TOKENS["e.token_adapter.trainable_tokens_delta"]
-    result = found[f"{prefix}e.weight"]
+    expected[[4, 0, 2]] = TOKENS["w.token_adapter.trainable_tokens_delta"]
+    result = found[f"{prefix}w.weight"]
     np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
-    assert result[[1, 3, 4, 5]].tobytes() == weight[[1, 3, 4, 5]].tobytes()
+    assert result[[1, 3]].tobytes() == weight[[1, 3]].tobytes()
 
 
-DORA = {**LINEAR, "w.lora_magnitude_vector": floats(5)}
-WITH_LORA = {"e.lora_A.weight": floats(2, 4), "e.lora_B.weight": floats(7, 2), **TOKENS}
+DORA = {**LINEAR, **MAGNITUDES}
 
 
 @pytest.mark.parametrize(
     ("tensors", "config"),
     [
         (LINEAR, {"use_dora": True}),
-        ({"w.lora_magnitude_vector": floats(5)}, {"use_dora": True}),
+        (MAGNITUDES, {"use_dora": True}),
         ({**DORA, "w.lora_magnitude_vector": floats(6)}, {"use_dora": True}),
         (DORA, {}),
         (TOKENS, {}),
         *(
             (TOKENS, {"trainable_token_indices": rows})
-            for rows in ([0, 1, 7], [0, -1, 2], [0, 1], {"e": ["x"]}, {"f": [0, 1, 2]})
+            for rows in ([0, 1, 7], [0, -1, 2], [0, 1], {"w": ["x"]}, {"f": [0, 1, 2]})
         ),
-        (
-            {"f.token_adapter.trainable_tokens_delta": floats(1, 4)},
-            {"trainable_token_indices": [1]},
-        ),
-        (WITH_LORA, {"trainable_token_indices": [0, 1, 2]}),
+        ({"f.token_adapter.trainable_tokens_delta": floats(1, 4)}, INDICES),
+        ({**LINEAR, **TOKENS}, INDICES),
     ],
 )
 def test_what_does_not_fit_the_base_is_refused(tmp_path, tensors, config):
-    base = {"w.weight": floats(5, 6), "e.weight": floats(7, 4)}
     with pytest.raises(InputError):
-        merge(tmp_path, base, tensors, **config)
+        merge(tmp_path, {"w.weight": floats(5, 6)}, tensors, **config)
 
 
 def test_the_base_of_dora_is_needed_and_must_fit(tmp_path):
@@ -443,6 +450,48 @@ def test_a_pattern_that_may_take_long_or_is_none_is_refused(pattern):
 
 
 # ---------------------------------------------------------------- memory
+
+
+def expert_factors(experts, rows, rank, columns, transposed):
+    """Factors as PEFT stores them: lora_A by expert and direction, lora_B the other way."""
+    generator = np.random.default_rng(0)
+    left = generator.standard_normal((experts, rows, rank)).astype(np.float16)
+    right = generator.standard_normal((experts, rank, columns)).astype(np.float16)
+    ups = right.transpose(0, 2, 1) if transposed else left
+    downs = left.transpose(0, 2, 1) if transposed else right
+    up = ups.transpose(1, 2, 0).reshape(-1, rank * experts)
+    down = downs.reshape(rank * experts, -1)
+    kept = {"left": down if transposed else up, "right": up if transposed else down}
+    source = array_source({n: v.copy() for n, v in kept.items()}, "adapter")
+    return source, left.astype(np.float32), right.astype(np.float32)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("sides", "experts"),
+    [
+        ((900, 256, 1000), 1),
+        ((30, 64, 9000), 1),
+        ((8, 1024, 900), 1),
+        ((9000, 1024, 8), 1),
+        ((300, 64, 200), 4),
+        ((20, 8, 3000), 8),
+    ],
+)
+def test_memory_is_what_is_said(sides, experts, transposed, monkeypatch):
+    monkeypatch.setattr(adapter_tensors, "PIECE", 1 << 16)
+    monkeypatch.setattr(adapter_tensors, "CHUNK", 1 << 16)
+    rows, _, columns = sides
+    source, _, _ = expert_factors(experts, *sides, transposed)
+    product = Product("left", "right", transposed, 1.0, experts)
+    into = np.empty(min(1 << 16, rows * columns), np.float32)
+    product.fill(source, 0, into[:1])  # fills caches
+    tracemalloc.start()
+    product.fill(source, rows * columns - into.size, into)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    others = 64 << 10  # other threads of the test run allocate, too
+    assert peak < product.reading_bytes(source) + others
 
 
 @pytest.mark.parametrize("by_column", [False, True])

@@ -76,7 +76,7 @@ class Fp8:
     """A weight in FP8 with scales."""
 
     scale: Scale
-    takes_powers: bool  # True if scales are powers of two, whatever their type
+    powers_of_two: bool  # True if scales are powers of two, whatever their type
 
     def stored(self, tensor: Described) -> Sequence[Described]:
         """Return the weight and its scale; there may be more rows than the base has."""
@@ -109,11 +109,11 @@ class Fp8:
                 if not float(np.abs(matrix).max(initial=0)) <= most:  # or it is NaN
                     what = "has values that are not finite, or too large for FP8 with such scales"
                     raise NotFiniteError(f"{name}: {what}; leave format out")
-                found = np.maximum.reduceat(np.abs(matrix), _begins(columns), axis=1)
-                found = np.maximum.reduceat(found, _begins(rows), axis=0)
+                found = np.maximum.reduceat(np.abs(matrix), _block_starts(columns), axis=1)
+                found = np.maximum.reduceat(found, _block_starts(rows), axis=0)
                 part = largest[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
                 np.maximum(part, found, out=part)
-            scales = self._fresh(largest[band] / np.float32(top))
+            scales = self._scales_for(largest[band] / np.float32(top))
             put(beside, band.start * scales[:1].nbytes, scales.reshape(-1).view(np.uint8))
             factors = scales.astype(np.float32)
             for start, matrix, rows, columns in self._rectangles(tensor, pieces()):
@@ -152,10 +152,10 @@ class Fp8:
                 left = np.arange(column, column + columns) // scale.block_columns
                 yield start, values, above, left
 
-    def _fresh(self, wanted: Floats) -> Raw:
+    def _scales_for(self, wanted: Floats) -> Raw:
         """Return the best factors as scales of the stored type."""
         wanted = np.where(wanted > 0, wanted, np.float32(1))
-        if self.takes_powers:
+        if self.powers_of_two:
             wanted = np.ldexp(np.float32(1), ceil_log2(wanted))
         kind = self.scale.info.dtype.numpy_type
         limits = limits_of(kind)
@@ -173,7 +173,7 @@ def ceil_log2(values: Floats) -> NDArray[np.int32]:
     return found
 
 
-def _begins(blocks: Numbers) -> Numbers:
+def _block_starts(blocks: Numbers) -> Numbers:
     """Return the positions at which a new block begins."""
     return np.flatnonzero(np.diff(blocks, prepend=-1))
 
@@ -277,11 +277,11 @@ def quantised_recoding(_recipe: Recipe, inputs: Sequence[Source]) -> QuantisedRe
         if isinstance(table[key], dict)
     }
     powers = any(table.get("scale_fmt") == "ue8m0" for table in settings.values())
-    block, is_sure = block_size(config)
+    block, blocks_only = block_size(config)
     codes: dict[str, Fp8 | Mxfp4] = {}
     for name, code in coded.items():
         if isinstance(code, Scale):
-            if is_sure and not code.is_one and block != (code.block_rows, code.block_columns):
+            if blocks_only and not code.is_one and block != (code.block_rows, code.block_columns):
                 what = f"{name}: its blocks are not of the base's weight_block_size"
                 raise RecipeError(f"{what}; leave format out, or take another base")
             codes[name] = Fp8(code, powers or code.info.dtype.name == "F8_E8M0")

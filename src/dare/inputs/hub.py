@@ -115,7 +115,7 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     except Exception as error:  # the client raises what its HTTP library does, and that changes
-        text = without_credentials(f"{name}: {_explained(name, error)}")
+        text = without_credentials(f"{name}: {_explain(name, error)}")
         has_secrets = without_credentials(constants.ENDPOINT) != constants.ENDPOINT
         raise InputError(text) from (None if has_secrets else error)
 
@@ -358,7 +358,7 @@ def _has_digest(blob: Path) -> bool:
         return hashlib.file_digest(stream, lambda: digest).hexdigest() == blob.name
 
 
-def _explained(name: Name, error: BaseException) -> str:
+def _explain(name: Name, error: BaseException) -> str:
     """Say what is wrong and what to do, in our words."""
     from huggingface_hub import errors
 

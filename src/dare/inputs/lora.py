@@ -34,8 +34,8 @@ from dare.inputs.sources import (
     Source,
     SourceView,
     StackedSource,
-    hold_same,
     read_floats,
+    same_bytes,
 )
 from dare.inputs.torch_bin import TorchSource, check_allowed
 from dare.tensors.chunks import CHUNK
@@ -409,7 +409,7 @@ class LoraSource(SourceView):
             unfit = f"{first} is"
         elif saved and not is_one and (saved != list(names) or not others):
             unfit = f"{saved[0]} is"
-        elif len(forms) > 1 or not all(hold_same(self._stored, keys[0], key) for key in keys[1:]):
+        elif len(forms) > 1 or not all(same_bytes(self._stored, keys[0], key) for key in keys[1:]):
             unfit = f"{' and '.join(names)} are"
         if unfit:
             raise InputError(f"{self.path}: {unfit} tied in the base; {MERGE_WITH_PEFT}")

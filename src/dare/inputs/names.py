@@ -25,7 +25,7 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.documents.words import times
 from dare.errors import MismatchError
-from dare.inputs.sources import RenamedSource, Source, hold_same, says_tied
+from dare.inputs.sources import RenamedSource, Source, same_bytes, says_tied
 from dare.tensors.names import (
     is_tied_embedding,
     is_tied_head,
@@ -183,7 +183,7 @@ def tie(
 
 def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
     base = inputs[0].source
-    shared = _in_one_place(base)
+    shared = _names_sharing_storage(base)
     candidates = [
         name
         for name, info in base.tensors.items()
@@ -195,7 +195,7 @@ def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
             one, other = base.tensors[name], base.tensors[first]
             by_name = None not in (row_rank(name), row_rank(first))
             fits = (one.shape, one.dtype) == (other.shape, other.dtype)
-            if fits and _is_one(inputs, first, name, notes, by_name=by_name):
+            if fits and _is_one_tensor(inputs, first, name, notes, by_name=by_name):
                 groups[first].append(name)
                 break
         else:
@@ -203,7 +203,7 @@ def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
     return {first: others for first, others in groups.items() if others}
 
 
-def _in_one_place(base: Source) -> set[str]:
+def _names_sharing_storage(base: Source) -> set[str]:
     found: dict[Any, str] = {}
     shared: set[str] = set()
     for name, info in base.tensors.items():
@@ -213,7 +213,7 @@ def _in_one_place(base: Source) -> set[str]:
     return shared
 
 
-def _is_one(
+def _is_one_tensor(
     inputs: Sequence[_Input], first: str, alias: str, notes: list[Notice], *, by_name: bool
 ) -> bool:
     """Return whether two names of the base stand for one tensor in every input."""
@@ -222,7 +222,7 @@ def _is_one(
         return False
     unused: list[Notice] = []
     for given in inputs:
-        if _holds_one(given, first, alias):
+        if _agrees(given, first, alias):
             continue
         if _is_configured(given, first, alias):
             unused.append(notice("unused_tensor", given.name, tensor=alias))
@@ -237,14 +237,14 @@ def _is_one(
     return True
 
 
-def _holds_one(given: _Input, first: str, alias: str) -> bool:
+def _agrees(given: _Input, first: str, alias: str) -> bool:
     """Return whether an input has the same under both names, or only one of them."""
     source, tensors = given.source, given.source.tensors
     held = {first, alias} & tensors.keys()
     if source.is_partial or len(held) < 2:
         return says_tied(given.config) is not False or (source.is_partial and not held)
     whole = not _is_configured(given, first, alias)
-    return _share_storage(source, first, alias) or hold_same(source, first, alias, whole=whole)
+    return _share_storage(source, first, alias) or same_bytes(source, first, alias, whole=whole)
 
 
 def _is_configured(given: _Input, first: str, alias: str) -> bool:

@@ -291,17 +291,19 @@ def read_values(source: Source, info: TensorInfo, first: int, count: int) -> Flo
     return decoded(raw)
 
 
-def apply_fp8_scales(source: Source, block: Block = USUAL_BLOCK, is_sure: bool = False) -> Source:
-    """Apply a source's scales, if it has any; if `is_sure`, each must be for such a block."""
+def apply_fp8_scales(source: Source, block: Block, blocks_only: bool) -> Source:
+    """Apply a source's scales, if it has any; if `blocks_only`, each must be for such a block."""
     scales = {
         name: scale
         for name, info in source.tensors.items()
-        if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source, block, is_sure))
+        if info.dtype.name in FP8_TYPES and (scale := _find_scale(info, source, block, blocks_only))
     }
     return Fp8Source(source, scales) if scales else source
 
 
-def _find_scale(weight: TensorInfo, source: Source, block: Block, is_sure: bool) -> Scale | None:
+def _find_scale(
+    weight: TensorInfo, source: Source, block: Block, blocks_only: bool
+) -> Scale | None:
     """Find a weight's scale, and which part of the weight each of its factors is for."""
     where, tensors = home_of(source), source.tensors
     names = [weight.name + end for end in SCALE_ENDINGS if weight.name + end in tensors]
@@ -317,13 +319,13 @@ def _find_scale(weight: TensorInfo, source: Source, block: Block, is_sure: bool)
     width = weight.shape[-1] if weight.shape else 1
     rows = weight.elements // width if width else 0
     grid = -(-rows // block[0]), -(-width // block[1])
-    if scale.elements == 1 and (not is_sure or grid == (1, 1)):
+    if scale.elements == 1 and (not blocks_only or grid == (1, 1)):
         return Scale(weight.dtype, scale, 1, max(rows, 1), max(width, 1))
-    if len(weight.shape) == 2 and not is_sure and scale.shape in ((rows,), (rows, 1)):
+    if len(weight.shape) == 2 and not blocks_only and scale.shape in ((rows,), (rows, 1)):
         return Scale(weight.dtype, scale, 1, 1, width)
     if len(weight.shape) == 2 and scale.shape == grid:
         return Scale(weight.dtype, scale, scale.shape[1], *block)
-    others = " (is weight_block_size right?)" if is_sure else ", one for each row, or one"
+    others = " (is weight_block_size right?)" if blocks_only else ", one for each row, or one"
     raise InputError(
         f"{where}: {scale.name} is {scale.form} and {weight.name} is {weight.form}; expected one "
         f"scale for each block of {block[0]}×{block[1]}{others}. Dequantise the model first"

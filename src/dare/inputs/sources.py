@@ -676,7 +676,7 @@ def decoded(raw: Raw, backend: str = "reference") -> Floats:
     return values
 
 
-def hold_same(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
+def same_bytes(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
     """Return whether two tensors have the same bytes in some places and, if `whole`, in all."""
     one, two = source.tensors[name], source.tensors[other]
     if (one.shape, one.dtype) != (two.shape, two.dtype):

@@ -61,10 +61,10 @@ class TorchSource(InputFiles):
         super().__init__(path)
         self.left_out: tuple[str, ...] = ()  # entries that are no tensor of the state dict
         self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
-        for file, promise in find_files(path, "bin", "pytorch_model").items():
+        for file, listed in find_files(path, "bin", "pytorch_model").items():
             held = self._read_pickle(file)
-            if promise is not None:
-                check_against_index(promise, file, held)
+            if listed is not None:
+                check_against_index(listed, file, held)
         if not self.tensors:
             raise InputError(f"{path}: holds no tensors")
         if self.left_out:

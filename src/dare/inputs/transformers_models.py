@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
@@ -54,15 +54,11 @@ USED_NAMES = (
 
 def missing_names() -> list[str]:
     """Return the names that this version of transformers does not have."""
-    from transformers import conversion_mapping, core_model_loading
-
-    modules = SimpleNamespace(
-        conversion_mapping=conversion_mapping, core_model_loading=core_model_loading
-    )
     missing = []
     for name in USED_NAMES:
+        module, _, attribute = name.partition(".")
         try:
-            attrgetter(name)(modules)
+            attrgetter(attribute)(import_module(f"transformers.{module}"))
         except AttributeError:
             missing.append(f"transformers.{name}")
     return missing

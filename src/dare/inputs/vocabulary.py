@@ -267,16 +267,16 @@ def align(
         return replace(same, tokenizer=number or None)
 
     files = _tokenizer_files(directories[number], order, every, added)
-    picked = {ids[token]: _picked(token, *given, every) for token, given in chosen.items()}
+    chosen_rows = {ids[token]: _chosen_row(token, *given, every) for token, given in chosen.items()}
     forced = frozenset(ids[token] for token, (_, row) in chosen.items() if row.force)
     # Models keep their own rows of tokens that are new, or with "merge_all" of those that only some
     # models have; the others get the mean.
     merged = {"mean": {}, "merge": new}.get(new_rows, ids)
     split = [t for t in merged if t in new or len({t in v.ids for v in known if v.tokens}) == 2]
-    loose = {token: ids[token] for token in (*chosen, *split) if ids[token] not in forced}
+    kept = {token: ids[token] for token in (*chosen, *split) if ids[token] not in forced}
     sources = (base, *models)
     aligned, *presented = present(
-        RowOrigins(order, every, sources, weights, new, picked, forced, loose, rows)
+        RowOrigins(order, every, sources, weights, new, chosen_rows, forced, kept, rows)
     )
     return Aligned(
         aligned,
@@ -366,7 +366,7 @@ def _numbered(order: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
     return added
 
 
-def _picked(
+def _chosen_row(
     token: str, number: int | None, row: TokenEntry, every: Vocabularies
 ) -> list[tuple[int, int, float]]:
     """Return the owner of a chosen row, and its number there; nobody has a row of zeros."""
@@ -461,9 +461,9 @@ class RowOrigins:
     inputs: Sequence[Source]
     weights: Sequence[float]
     new: Mapping[str, int]  # tokens that the base has no row for
-    picked: Owners  # of the rows that are chosen
+    chosen_rows: Owners  # of rows that the recipe chooses
     forced: frozenset[int]  # those of them that no input has another row for
-    loose: Mapping[str, int]  # tokens of the others
+    kept: Mapping[str, int]  # tokens whose own row a model keeps, if it has one
     rows: int
 
     def rows_of(self, other: Vocabulary) -> Rows:
@@ -480,7 +480,7 @@ class RowOrigins:
             for token, number in order.ids.items():
                 rows[number] = other.ids.get(token, -1)
         rows[[*self.new.values(), *self.forced]] = -1
-        for token, number in self.loose.items():
+        for token, number in self.kept.items():
             rows[number] = other.ids.get(token, -1)
         return rows
 
@@ -496,11 +496,11 @@ class RowOrigins:
             if (info := row_tensors(model, other.rows).get(base.name)) is not None
             if info.shape[1:] == base.shape[1:]
         }
-        owners = dict(self.picked)
+        owners = dict(self.chosen_rows)
         if any(index not in fitting for owner in owners.values() for index, _, _ in owner):
             what = "a model that [tokens] names has no matching rows"
             raise MismatchError(f"{base.name}: {what}; choose other rows in [tokens]")
-        for token, number in {**self.new, **self.loose}.items():
+        for token, number in {**self.new, **self.kept}.items():
             if number in owners:
                 continue
             having = {index: ids[token] for index, ids in fitting.items() if index and token in ids}
@@ -508,7 +508,7 @@ class RowOrigins:
                 what = f"none of the models with the token {token!r} has a matching row"
                 raise MismatchError(f'{base.name}: {what}; set vocabulary = "base"')
             weights = [self.weights[index - 1] for index in having]
-            if min(weights) <= 0 or token in self.loose:
+            if min(weights) <= 0 or token in self.kept:
                 weights = [1.0] * len(having)
             owners[number] = [
                 (index, row, weight / math.fsum(weights))
@@ -524,7 +524,7 @@ def present(origins: RowOrigins) -> list[Source]:
     base_rows = origins.rows_of(vocabulary)
     mappings = [None if other is None else origins.rows_of(other) for other in others]
     lent_rows = base_rows.copy()  # to models that have none
-    lent_rows[list(origins.loose.values())] = -1
+    lent_rows[list(origins.kept.values())] = -1
     stored = row_tensors(base, vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
     bases, lenders = (

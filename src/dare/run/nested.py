@@ -39,8 +39,8 @@ from dare.inputs.sources import (
     RenamedSource,
     Source,
     StackedSource,
-    hold_same,
     read_config,
+    same_bytes,
 )
 from dare.kernels.linalg import one_blas_thread
 from dare.output.receipt import inputs_of_output
@@ -374,7 +374,7 @@ class _Stack:
         last, ties = self.parts[-1], find_tied_head(origin)
         for head, first in find_tied_head(origin).items():
             homes[head] = (last, first) if first in last.tensors else homes[first]
-            if homes[head] != homes[first] and not hold_same(StackedSource(homes), head, first):
+            if homes[head] != homes[first] and not same_bytes(StackedSource(homes), head, first):
                 ties = {}
             elif head not in origin.tensors:
                 del homes[head]
