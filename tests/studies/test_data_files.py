@@ -3,6 +3,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,7 @@ FORM_ROWS = [
     ("images", {"image": "?", "label": 4}, {"label": "4"}),
     ("texts", {"content": "?"}, {}),
     ("answers", {"prompt": "?", "answer": "x", "text": "y", "id": 3}, {"answers": ["x"]}),
+    ("answers", {"prompt": "?", "instruction": "x", "answer": "y"}, {"answers": ["y"]}),
 ]
 
 
@@ -95,11 +98,6 @@ def test_columns_say_what_a_task_is(tmp_path, form, row, values):
 def test_columns_that_fit_nothing_are_named_with_those_that_are_needed(tmp_path, row, said):
     message = refused(tmp_path, jsonl([row] * COUNT))
     assert [word for word in said if word not in message] == []
-
-
-def test_a_column_of_its_own_name_goes_before_other_names(tmp_path):
-    rows = [{"prompt": text, "instruction": "x", "answer": "y"} for text in TEXTS]
-    assert read(tmp_path, rows).examples[3].values["prompt"] == TEXTS[3]
 
 
 # ---------------------------------------------------------------- files
@@ -134,18 +132,16 @@ def test_every_format_gives_the_same_task(tmp_path, name):
     assert task.examples[2].values["prompt"] == ODD[2]["prompt"]
 
 
-def test_parquet_gives_the_same_task(tmp_path):
+def test_parquet_gives_the_same_task(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        assert "pip install pyarrow" in refused(tmp_path, b"PAR1", "task.parquet")
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.Table.from_pylist(ODD), tmp_path / "task.parquet")
     assert read_tasks([tmp_path / "task.parquet"]) == [read(tmp_path, ODD)]
     assert "Parquet" in refused(tmp_path, b"PAR1", "task.parquet")
-
-
-def test_parquet_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    assert "pip install pyarrow" in refused(tmp_path, b"PAR1", "task.parquet")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
@@ -271,9 +267,8 @@ def test_of_too_many_examples_some_are_kept_by_their_hashes(tmp_path, monkeypatc
     task = read(tmp_path, rows)
     assert 55 <= len(task.examples) <= 60
     (found,) = task.notices
-    assert (found.code, "300" in found.text, "60" in found.text) == ("examples_left_out",) + (
-        True,
-    ) * 2
+    assert found.code == "examples_left_out"
+    assert {"300", "60"} <= set(re.findall(r"\d+", found.text))
     groups = [example.id.split("/")[1] for example in task.examples]
     assert {groups.count(group) for group in groups} == {3}
     fewer = read(tmp_path, rows[:150])
@@ -355,18 +350,11 @@ def test_one_reading_of_answers_holds_for_all_rows(tmp_path):
 )
 def test_answers_are_compared_as_numbers_or_normalised_texts(answer, output, right):
     assert is_right({"answers": [answer]}, output) is right
+    assert is_right({"answers": ["Lutetia", answer]}, output) is right  # any of several
 
 
-def test_any_of_several_answers_is_right():
-    values = {"answers": ["Paris", "20"]}
-    assert [is_right(values, text) for text in ("paris", "in 20", "Rome", "19")] == [
-        *(True, True, False, False)
-    ]
-
-
-def test_a_pattern_is_searched_for(tmp_path):
-    task = read(tmp_path, [{"prompt": text, "pattern": r"\bx=\d+$"} for text in TEXTS])
-    values = task.examples[0].values
+def test_a_pattern_is_searched_for():
+    values = {"pattern": re.compile(r"\bx=\d+$")}
     assert [is_right(values, text) for text in ("so x=12", "x=a", "ax=1")] == [True, False, False]
 
 
@@ -394,11 +382,9 @@ def test_near_duplicates_are_noticed_unless_they_are_grouped(tmp_path):
     same = [{"text": f"{STORY} {'abcdefghij'[n % 10]}"} for n in range(10)]
     mixed = [*({"text": text} for text in TEXTS), *same[:2]]
     (found,) = read(tmp_path, mixed).notices
-    assert (found.code, "2 of 32" in found.text, "group" in found.remedy) == (
-        "alike_examples",
-        True,
-        True,
-    )
+    assert found.code == "alike_examples"
+    assert "2 of 32" in found.text
+    assert "group" in found.remedy
     assert read(tmp_path, [{**row, "group": n} for n, row in enumerate(mixed)]).notices == ()
     few = [{"text": f"sentence {n} about {n}"} for n in range(100)]
     assert read(tmp_path, [*few, *same[:2]]).notices == ()  # 2 of 102

@@ -497,6 +497,7 @@ def test_after_an_error_or_a_crash_another_candidate_can_be_made(doing):
     ("how", "message", "output"),
     [
         ("raise ValueError('no\\nno')", "failed: ValueError: no\\nno (<str", "before"),
+        ("raise SystemExit('no')", "the evaluator failed: SystemExit: no (", "before"),
         ("raise KeyboardInterrupt", "it failed: KeyboardInterrupt", "before\nTraceback"),
         ("raise MemoryError", "the evaluator failed: MemoryError", "before\nTraceback"),
         ("os._exit(0)", "its process ended with status 0", "before"),

@@ -236,10 +236,12 @@ def test_weights_decide_what_is_best(recipe, tmp_path, objective, scale):
 
 def test_the_holdout_is_run_once_on_winner_runner_up_and_baselines(recipe, tmp_path):
     study, holdout = tmp_path / "study.db", Evaluator(recipe)
-    more = {"over": {"scale": (0.55, 0.6)}, "guards": ("math:max:0.7",)}  # which the sum breaks
+    more = {"over": {"scale": (0.55, 0.6, 0.9)}, "guards": ("math:max:0.7",)}
     result = run(recipe, Evaluator(recipe), study, holdout=holdout, **more)
     names = [trial.name for trial in result.data.holdout]
     assert names[:2] == ["winner", "runner-up"]
+    broken = [trial.label for trial in result.data.all_trials if trial.broken]
+    assert broken == ["math alone", "sum", "trial 2"]
     assert set(names[2:]) == set(BASELINES) - {"average again"}
     assert result.conclusion.holdout.objective.value == pytest.approx(0.6, abs=1e-4)
     assert result.conclusion.holdout.looks == 1
