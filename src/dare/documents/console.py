@@ -1,4 +1,4 @@
-"""What is printed for people: pieces of text with styles, in colour on a terminal.
+"""Printing for people: pieces of text with styles, in colour on a terminal.
 
 Names come from files that somebody else has made. What a `Console` prints holds nothing that a
 terminal would act on, but for its own styles.

@@ -1,4 +1,4 @@
-"""What a run shows of itself: progress while it works, and its result afterwards.
+"""The progress of a run while it works, and its result afterwards, as people see them.
 
 Progress is a bar on stderr, in bytes read, and only on a terminal; a program that calls the package
 can show it elsewhere: `progress_shown_by`. A result shows itself as text, in notebooks, as charts

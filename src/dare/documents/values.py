@@ -35,7 +35,7 @@ Place = tuple[Any, ...]  # keys and numbers that lead to a value inside another
 
 
 class WrongValueError(ValueError):
-    """What is wrong with a value, and its place.
+    """A value that is wrong: the reason, and its place inside others.
 
     The cause is the error of a function that the value was given to, if one found the fault.
     """

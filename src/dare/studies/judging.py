@@ -1,4 +1,4 @@
-"""What is asked of scores: an objective and guards, which a judge applies.
+"""The demands on scores: an objective and guards, which a judge applies.
 
 The objective is the weighted mean of scores, each with a weight that is negative where less is
 better. A guard is a bound on a score: `english:max:1.25`, `add:min:0.5`, `*:keep:0.95`.

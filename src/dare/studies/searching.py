@@ -387,7 +387,7 @@ class _Search:
 
     @cached_property
     def usual(self) -> UsualMerges | None:
-        """What is tried where no settings are given, without models unrelated to the others."""
+        """The merges to try where no settings are given, without unrelated models."""
         usual = self.request.usual
         return usual and replace(usual, left_out=tuple(self.study.note("left_out")))
 

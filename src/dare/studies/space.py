@@ -205,7 +205,7 @@ def seed_shifts(count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class UsualMerges:
-    """What is tried where no settings are given.
+    """The merges to try where no settings are given.
 
     First methods at a few scales, then the best of these without each model in turn: one that
     learnt wrong answers, or too much of its own, shows in no weight. Then the best of all at scales

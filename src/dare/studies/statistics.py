@@ -1,4 +1,4 @@
-"""What chance can do: intervals over items and seeds. Also the parts of items for racing.
+"""Intervals of scores and of their differences, by chance in items and seeds; parts for racing.
 
 Two things make a score differ when nothing is better: which items there are, and the seed of a
 random merge. For a contender by itself, items are drawn anew with replacement, within each group.
@@ -155,7 +155,7 @@ def verdict(difference: Estimate) -> str:
 
 
 def resample(
-    contenders: Sequence[Contender], objective: Objective, *, resamples: int = 2000, seed: int = 0
+    contenders: Sequence[Contender], objective: Objective, *, resamples: int = 2000
 ) -> Resampled:
     """Draw items and seeds anew, many times."""
     trials = [scored for contender in contenders for scored in contender.scored]
@@ -169,13 +169,13 @@ def resample(
     columns = {name: _Group.of(trials, ids, name) for name, ids in groups.items()}
     sizes = [len(contender.scored) for contender in contenders]
     starts = np.cumsum([0, *sizes[:-1]])
-    of_trials = _resample_items(objective, own, columns, resamples, seed)
+    of_trials = _resample_items(objective, own, columns, resamples)
     paired = objective.values(own | {name: group.means for name, group in columns.items()})
-    draws, by_seeds = _vary_by_seeds(of_trials, paired, starts, sizes, seed)
+    draws, by_seeds = _vary_by_seeds(of_trials, paired, starts, sizes)
     of_groups = [weights[n] * group.sums / group.sizes.sum() for n, group in columns.items()]
     parts = np.concatenate([np.zeros((1, len(trials))), *of_groups])
     of_contenders = np.add.reduceat(parts, starts, axis=1) / sizes
-    flips, errors = _flip_signs(of_contenders, by_seeds, sizes, resamples, seed)
+    flips, errors = _flip_signs(of_contenders, by_seeds, sizes, resamples)
     shares = {
         name: columns[name].is_share if name in columns else _is_share(name, column)
         for name, column in own.items()
@@ -277,11 +277,10 @@ def _resample_items(
     own: Mapping[str, np.ndarray],
     columns: Mapping[str, _Group],
     resamples: int,
-    seed: int,
 ) -> np.ndarray:
     """Return the objectives of the trials on items drawn anew: trials × resamples."""
     # Each group has streams of its own, which do not depend on how many draws make a step.
-    random = {k: (_stream(seed, 0, n), _stream(seed, 3, n)) for n, k in enumerate(columns)}
+    random = {k: (_stream(0, 0, n), _stream(0, 3, n)) for n, k in enumerate(columns)}
     trials = len(next(iter(own.values())))
     widest = max([len(own) * trials, *(len(group.sizes) for group in columns.values())])
     step = max(1, _MOST_NUMBERS // widest)
@@ -295,7 +294,7 @@ def _resample_items(
 
 
 def _vary_by_seeds(
-    of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int], seed: int
+    of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return means over seeds as other seeds might have given them, and their standard errors."""
     draws, errors = np.empty((len(sizes), of_trials.shape[1])), np.zeros(len(sizes))
@@ -306,21 +305,21 @@ def _vary_by_seeds(
             # Which items a seed gets right varies already with the draws of items.
             by_items = (of_trials[trials] - draws[place]).var(axis=1).sum() / (size - 1)
             variance = max(0.0, paired[trials].var(ddof=1) - by_items)
-            student = _stream(seed, 1, place).permutation(_student(size - 1, of_trials.shape[1]))
+            student = _stream(0, 1, place).permutation(_student(size - 1, of_trials.shape[1]))
             errors[place] = math.sqrt(variance / size)
             draws[place] += student * errors[place]
     return draws, errors
 
 
 def _flip_signs(
-    parts: np.ndarray, by_seeds: np.ndarray, sizes: Sequence[int], resamples: int, seed: int
+    parts: np.ndarray, by_seeds: np.ndarray, sizes: Sequence[int], resamples: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how contenders deviate if none is better, and the standard errors of differences.
 
     `parts` are what clusters add to contenders' objectives: clusters × contenders.
     """
     parts = parts - parts.mean(axis=1, keepdims=True)  # how hard each cluster is for all
-    random, step = _stream(seed, 4), max(1, _MOST_NUMBERS // len(parts))
+    random, step = _stream(0, 4), max(1, _MOST_NUMBERS // len(parts))
     steps = (min(step, resamples - start) for start in range(0, resamples, step))
     signs = (np.copysign(1, random.random((number, len(parts))) - 0.5) for number in steps)
     flips = np.concatenate([(some @ parts).T for some in signs], axis=1)
@@ -331,7 +330,7 @@ def _flip_signs(
     normal = NormalDist().inv_cdf(level)
     for place in places:
         by_seeds[place] *= np.quantile(_student(sizes[place] - 1, resamples), level) / normal
-        flips[place] += by_seeds[place] * _stream(seed, 5, place).standard_normal(resamples)
+        flips[place] += by_seeds[place] * _stream(0, 5, place).standard_normal(resamples)
     product = parts.T @ parts
     own = np.diag(product)
     squares = own[:, None] + own - 2 * product
@@ -356,6 +355,7 @@ def _student_factor(freedom: int) -> float:
 
 
 def _stream(*key: int) -> np.random.Generator:
+    """Return a generator of its own for each use and place."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
