@@ -311,12 +311,9 @@ def test_a_model_that_does_not_fit_the_file_is_refused(saved, kind, rows, said):
     assert [word for word in said if word not in str(raised.value)] == []
 
 
-def test_files_for_different_kinds_of_models_are_refused():
+def test_files_for_different_kinds_of_models_and_missing_packages_are_refused(monkeypatch):
     with pytest.raises(RecipeError, match=r"texts needs a writer; labels needs a classifier"):
         examples.find(examples.evaluator_of([write(TEXT, "texts"), write(LABELLED, "labels")]))
-
-
-def test_packages_that_are_missing_are_named(monkeypatch):
     file = write(TEXT)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch" or None)
     with pytest.raises(RecipeError) as raised:

@@ -56,6 +56,11 @@ def test_an_unfinished_study_is_served_and_followed(study, monkeypatch):
         assert "Not finished yet" in page
         assert f'"{state}"' in page  # what the page compares with
         assert "connect-src 'self'" in unescape(page)
+        for path in ("/", "/state"):
+            assert ask(address, path, token="wrong")[0] == 403
+        for stranger in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+            assert ask(address, "/", **stranger)[0] == 403
+        assert ask(address, "/other")[0] == 404
         with closing(Study(study)) as opened:
             score(opened, "average", 0.6)
         assert ask(address, "/state")[1] != state
@@ -78,23 +83,11 @@ def test_an_open_page_sees_the_end(study, monkeypatch):
     assert "sum" in seen[0]
 
 
-def test_a_study_that_has_not_begun_is_waited_for(tmp_path):
+def test_a_study_that_has_not_begun_is_waited_for_and_the_extra_is_named(tmp_path, monkeypatch):
     with follow(tmp_path / "none.db") as address:
         assert ask(address, "/")[0] == 503
         assert ask(address, "/state") == (200, "")
-
-
-def test_others_are_refused(study):
-    with follow(study) as address:
-        assert ask(address, "/", token="wrong")[0] == 403
-        assert ask(address, "/state", token="wrong")[0] == 403
-        assert ask(address, "/", Host="evil.example")[0] == 403
-        assert ask(address, "/", Origin="http://evil.example")[0] == 403
-        assert ask(address, "/other")[0] == 404
-
-
-def test_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("dare.documents.page.find_spec", lambda name: name != "uvicorn" or None)
-    with pytest.raises(OutputError) as raised, follow(tmp_path / "study.db"):
+    with pytest.raises(OutputError) as raised, follow(tmp_path / "none.db"):
         pass
     assert install_command("web") in str(raised.value)

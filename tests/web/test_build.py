@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -19,18 +17,20 @@ from dare.web import assets
 from dare.web.assets import PAGE, page_assets
 
 
-def build(folder: Path, *flags: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(["playground", "--build", str(folder), *flags])
-    return status, out.getvalue(), err.getvalue()
+@pytest.fixture
+def build(capsys):
+    """A function that builds into a folder, and returns the status and what was printed."""
+    return lambda folder, *flags: (
+        main(["playground", "--build", str(folder), *flags]),
+        *capsys.readouterr(),
+    )
 
 
 def files_of(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_all_files_are_written_and_named(tmp_path, static_site):
+def test_all_files_are_written_and_named(build, tmp_path, static_site):
     folder = tmp_path / "a" / "site"
     status, out, _ = build(folder, "--json")
     assert status == 0
@@ -40,7 +40,7 @@ def test_all_files_are_written_and_named(tmp_path, static_site):
         assert (folder / name).read_bytes() == (static_site.folder / name).read_bytes(), name
 
 
-def test_a_folder_is_built_into_again_but_not_over_other_things(tmp_path):
+def test_a_folder_is_built_into_again_but_not_over_other_things(build, tmp_path):
     assert build(tmp_path)[0] == 0
     (tmp_path / "main.js").write_text("spoilt")
     status, out, _ = build(tmp_path)
@@ -57,7 +57,7 @@ def test_a_folder_is_built_into_again_but_not_over_other_things(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["index.html", "main.js"])
-def test_somebody_elses_page_is_not_replaced(tmp_path, name):
+def test_somebody_elses_page_is_not_replaced(build, tmp_path, name):
     (tmp_path / name).write_text("<!doctype html> mine")
     status, _, err = build(tmp_path, "--overwrite")
     assert status == 1
@@ -91,14 +91,9 @@ def test_the_page_names_no_other_host(static_site: Site):
 # ---------------------------------------------------------------- the library that draws
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "dare"
-
-
-def test_the_library_is_made_once_and_a_spoilt_one_counts_as_none(cache, monkeypatch):
+def test_the_library_is_made_once_and_a_spoilt_one_counts_as_none(tmp_path, monkeypatch):
     made: list[bytes] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def make() -> bytes:
         made.append(b"library %d" % len(made))
@@ -106,18 +101,16 @@ def test_the_library_is_made_once_and_a_spoilt_one_counts_as_none(cache, monkeyp
 
     monkeypatch.setattr(assets, "_make_in_process", make)
     assert assets.drawing_library() == assets.drawing_library() == b"library 0"
-    (kept,) = cache.iterdir()
+    (kept,) = (tmp_path / "dare").iterdir()
     kept.write_bytes(kept.read_bytes()[:-1])
     assert assets.drawing_library() == assets.drawing_library() == b"library 1"
+    (tmp_path / "file").write_text("not a folder, so that nothing can be kept")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert assets.drawing_library() == b"library 2"
 
 
-def test_the_library_is_made_where_nothing_can_be_kept(cache, monkeypatch):
-    monkeypatch.setattr(assets, "_make_in_process", lambda: b"library")
-    cache.write_text("not a folder")
-    assert assets.drawing_library() == b"library"
-
-
-def test_a_library_that_cannot_be_made_is_said(cache, monkeypatch):
+def test_a_library_that_cannot_be_made_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(assets.sys, "executable", shutil.which("false"))
     with pytest.raises(OutputError, match="cannot be made"):
         assets.drawing_library()
