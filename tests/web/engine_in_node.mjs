@@ -41,12 +41,6 @@ export function startWorker(posted = [], load = loadModel) {
   };
 }
 
-export async function readInput() {
-  let text = "";
-  for await (const part of process.stdin) text += part;
-  return JSON.parse(text);
-}
-
 /** JSON, where numbers that are none are texts: "NaN". */
 export function print(result) {
   const plain = (_, value) =>

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from merged import digest
-from running import node
+from running import run_module
 from safetensors.numpy import load_file
 
 from dare.demo.llama import Llama, read_weights
@@ -43,14 +43,8 @@ def alone(name: str) -> dict[str, Any]:
 
 def run_node(script: str, given: Any = None) -> Any:
     """What a script prints that has the engine's modules as `node` and some data as `given`."""
-    start = f'import * as node from "{(HERE / "engine_in_node.mjs").as_uri()}";\n'
-    start += "const given = await node.readInput();\n"
-    command = [node(), "--input-type=module", "--eval", start + script]
-    done = subprocess.run(  # noqa: PLW1510 (the assertion says more)
-        command, input=json.dumps(given), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    place = (HERE / "engine_in_node.mjs").as_uri()
+    return run_module(f'import * as node from "{place}";\n{script}', given)
 
 
 ANSWER = """

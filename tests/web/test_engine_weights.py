@@ -22,7 +22,7 @@ from dare.recipe.document import request_from_document
 from dare.recipe.recipe import ModelEntry, Recipe
 from dare.studies.candidates import Candidates
 from dare.tensors.mask import keep_mask, keep_threshold
-from helpers import entry, file_bytes
+from helpers import save
 
 Setting = dict[str, Any]
 
@@ -131,16 +131,6 @@ def test_every_stored_number_is_read_and_written() -> None:
 # ---------------------------------------------------------------- merges
 
 
-def write_model(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Path:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b""
-    for name, array in arrays.items():
-        header[name] = entry("BF16", list(array.shape), len(data), len(data) + array.nbytes)
-        data += array.tobytes()
-    path.write_bytes(file_bytes(header, data))
-    return path
-
-
 def make_base(chance: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
     arrays = {
         name: np.asarray(chance.normal(0, 0.1, shape)).astype(ml_dtypes.bfloat16)
@@ -218,11 +208,8 @@ def merge_here(
     candidates = Candidates(Recipe(base=files["base"], models=others), threads=1)
     for setting in settings:
         arrays = candidates.make(to_recipe(setting, files)).arrays
-        whole = hashlib.sha256(b"".join(arrays[name].tobytes() for name in sorted(arrays)))
-        yield (
-            whole.hexdigest(),
-            {name: hashlib.sha256(a.tobytes()).hexdigest() for name, a in arrays.items()},
-        )
+        tensors = {name: hashlib.sha256(a.tobytes()).hexdigest() for name, a in arrays.items()}
+        yield digest(arrays), tensors
 
 
 def check_merges(settings: Sequence[Setting], files: Mapping[str, Path]) -> None:
@@ -243,7 +230,7 @@ def test_small_merges_are_the_packages(tmp_path: Path) -> None:
     models["one"]["huge"] = np.full_like(base["huge"], 3e38)
     models["two"]["huge"] = np.full_like(base["huge"], -3e38)
     models["one"]["layers.4.weight"][3] = math.nan
-    files = {n: write_model(tmp_path / f"{n}.safetensors", a) for n, a in models.items()}
+    files = {n: save(tmp_path / f"{n}.safetensors", a) for n, a in models.items()}
     chance = random.Random(17)
     settings = [random_setting(chance, ["one", "two", "three"]) for _ in range(60)]
     check_merges([*settings, *map(one_model, ONE_MODEL)], files)
