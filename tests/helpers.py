@@ -36,6 +36,21 @@ def eventually(check: Callable[[], Value]) -> Value:
             time.sleep(0.05)
 
 
+def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < until, f"{what} did not happen in {PATIENCE_SECONDS} s"
+        time.sleep(0.005)
+
+
+def is_alive(pid: int | str) -> bool:
+    """Whether a process runs; one that has ended and was not asked how, does not."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def method_of(stage: str) -> str:
     """The shortest method with a stage: `dare+linear`, `ties`, `linear+svc`."""
     return {"delta": f"{stage}+linear", "combine": stage, "refine": f"linear+{stage}"}[

@@ -25,7 +25,7 @@ from dare.recipe.settings import with_settings
 from dare.studies.evaluators import check_evaluator, open_scorer
 from dare.studies.evaluators.functions import compare_items, find, read_scores
 from dare.studies.results import Scored
-from helpers import listing, write_recipe
+from helpers import is_alive, listing, wait_until, write_recipe
 
 PYTHON = shlex.quote(sys.executable)
 BASE = {"a": np.zeros(4, np.float32), "b": np.ones((2, 1), ml_dtypes.bfloat16)}
@@ -57,22 +57,6 @@ def write_module(text, name="own.py"):
     path = Path(name)
     path.write_text(textwrap.dedent(text))
     return path
-
-
-def is_alive(pid):
-    """Whether a process runs; one that has ended and was not asked how, does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 def raised(action):

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,7 @@ from dare.output.journal import read_journal
 from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Request
 from dare.web.jobs import QueuedJob
-from helpers import PATIENCE_SECONDS, save
-
-
-def wait_until(is_so: Callable[[], object], what: str = "it") -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE_SECONDS} s"
-        time.sleep(0.005)
-
+from helpers import PATIENCE_SECONDS, save, wait_until
 
 # ---------------------------------------------------------------- models and merges
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_helpers import large, make_models, recipe_of, run_a_little, small, wait_until
+from own_helpers import large, make_models, recipe_of, run_a_little, small
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -29,7 +29,7 @@ from dare.web import jobs as web_jobs
 from dare.web.guard import MOST_DEPTH, MOST_ITEMS
 from dare.web.jobs import Jobs, QueuedJob
 from dare.web.own import OutsideError, OwnModels, Roots
-from helpers import save
+from helpers import is_alive, save, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +193,6 @@ def test_a_server_that_is_killed_takes_its_job_along(models, output, undisturbed
     assert not output.exists()
     dare.merge(recipe_of(request["recipe"]))
     assert output.read_bytes() == undisturbed
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # ---------------------------------------------------------------- roots

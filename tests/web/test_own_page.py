@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_helpers import large, make_models, own_alone, recipe_of, wait_until
+from own_helpers import large, make_models, own_alone, recipe_of
 
 import dare
 from dare.analysis.readiness import HEADLINES, Verdict
 from dare.output.verification import verify
+from helpers import wait_until
 
 
 @pytest.fixture(scope="session")  # as the server: tests of a module may come in several turns

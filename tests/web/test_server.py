@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from own_helpers import wait_until
 from sites import Site, serving
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -30,7 +29,7 @@ from dare.web.assets import page_assets
 from dare.web.guard import MOST_BODY_BYTES, Key, RequestGuard
 from dare.web.own import OwnModels
 from dare.web.server import make_app
-from helpers import PATIENCE_SECONDS
+from helpers import PATIENCE_SECONDS, wait_until
 
 JSON = {"Content-Type": "application/json"}
 
