@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from dare.documents.notices import notice
@@ -56,18 +57,8 @@ def make_scored(quality: float, *, items: bool = True) -> Scored:
 def make_trial(number: int, settings: dict[str, Any], quality: float, **known: Any) -> Trial:
     scored = make_scored(quality, items=known.pop("items", True))
     objective = statistics.mean(scored.scores[task] for task in SCORES[:2])
-    return Trial(
-        **{
-            "number": number,
-            "settings": settings,
-            "seed": 0,
-            "state": State.DONE,
-            "scored": scored,
-            "objective": objective,
-            "seconds": 2.0,
-            **known,
-        }
-    )
+    done = {"seed": 0, "state": State.DONE, "objective": objective, "seconds": 2.0}
+    return Trial(number, settings, scored=scored, **{**done, **known})
 
 
 def make_baselines(items: bool = True) -> tuple[Trial, ...]:
@@ -76,6 +67,9 @@ def make_baselines(items: bool = True) -> tuple[Trial, ...]:
         make_trial(place, {}, quality, name=name, items=items)
         for place, (name, quality) in enumerate(qualities.items())
     )
+
+
+FAILED = {"scored": None, "objective": None, "output": "Traceback …\nMemoryError", "seconds": 0.5}
 
 
 def make_search(count: int = 24, *, items: bool = True, **known: Any) -> StudyData:
@@ -88,22 +82,12 @@ def make_search(count: int = 24, *, items: bool = True, **known: Any) -> StudyDa
         if method != "sum":
             settings["drop_rate"] = 0.1 + (number * 5 % 17) / 20
         quality = 0.9 - abs(settings["scale"] - 1.1) / 2 - settings.get("drop_rate", 0.4) / 5
-        trial = make_trial(number, settings, quality, items=items)
-        if number % 8 == 5:
-            message = "the command ended with status 1"
-            output = "Traceback …\nMemoryError"
-            trial = Trial(
-                number, settings, 0, State.FAILED, message=message, output=output, seconds=0.5
-            )
-        elif number % 8 == 6:
-            trial = make_trial(
-                number, settings, quality, items=items, state=State.STOPPED, message="after 4 items"
-            )
-        elif number % 8 == 7:
-            trial = make_trial(
-                number, settings, quality, items=items, broken=("english is 1.31, above 1.25",)
-            )
-        made.append(trial)
+        known_of_it = {
+            5: {"state": State.FAILED, "message": "the command ended with status 1", **FAILED},
+            6: {"state": State.STOPPED, "message": "after 4 items"},
+            7: {"broken": ("english is 1.31, above 1.25",)},
+        }.get(number % 8, {})
+        made.append(replace(make_trial(number, settings, quality, items=items), **known_of_it))
     return StudyData(
         **{
             "recipe": RECIPE,
@@ -161,7 +145,7 @@ def make_ranked(trials: list[Trial], *, baseline: str = "") -> Ranked:
     )
 
 
-def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
+def make_conclusion(data: StudyData) -> Conclusion:
     """What could be concluded: those within 0.03 of the best are tied with it."""
     by_setting: dict[str, list[Trial]] = {}
     for trial in data.trials:
@@ -175,39 +159,26 @@ def make_conclusion(data: StudyData, **known: Any) -> Conclusion:
     best = max(kept, key=lambda ranked: ranked.objective.value, default=None)
     gaps = {r.key: best.objective.value - r.objective.value for r in kept if r is not best}
     tied = [r for r in kept if gaps.get(r.key, 1.0) < 0.03]
+    against = tuple(
+        Difference(
+            r.short,
+            Estimate(gaps[r.key], gaps[r.key] - 0.05, gaps[r.key] + 0.05),
+            "better" if gaps[r.key] > 0.05 else "no clear difference",
+        )
+        for r in baselines
+        if r.key in gaps
+    )
+    tied_on_holdout = Difference("sum", Estimate(0.02, -0.04, 0.08), "no clear difference")
+    holdout = Holdout(Estimate(0.78, 0.7, 0.85), (tied_on_holdout,), 0.85, loss=0.07, looks=1)
+    estimates = (Estimate(q, q - 0.1, q + 0.1) for q in (0.1, 0.5, 0.7, 0.8))
     return Conclusion(
-        **{
-            "ranking": tuple(ranking),
-            "baselines": tuple(baselines),
-            "best": best,
-            "against": tuple(
-                Difference(
-                    r.short,
-                    Estimate(gaps[r.key], gaps[r.key] - 0.05, gaps[r.key] + 0.05),
-                    "better" if gaps[r.key] > 0.05 else "no clear difference",
-                )
-                for r in baselines
-                if r.key in gaps
-            ),
-            "tied": tuple(tied),
-            "noise": 0.002,
-            "holdout": Holdout(
-                Estimate(0.78, 0.7, 0.85),
-                (Difference("sum", Estimate(0.02, -0.04, 0.08), "no clear difference"),),
-                validation=0.85,
-                loss=0.07,
-                looks=1,
-            )
-            if best
-            else None,
-            "tasks": (
-                TaskScores(
-                    "add", 10, True, *(Estimate(q, q - 0.1, q + 0.1) for q in (0.1, 0.5, 0.7, 0.8))
-                ),
-            )
-            if best
-            else (),
-            "notices": (notice("winners_curse", candidates=40, intervals=""),),
-            **known,
-        }
+        ranking=tuple(ranking),
+        baselines=tuple(baselines),
+        best=best,
+        against=against,
+        tied=tuple(tied),
+        noise=0.002,
+        holdout=holdout if best else None,
+        tasks=(TaskScores("add", 10, True, *estimates),) if best else (),
+        notices=(notice("winners_curse", candidates=40, intervals=""),),
     )
