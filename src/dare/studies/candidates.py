@@ -88,7 +88,9 @@ class Candidates:
             files = (form.base, *(entry.file for entry in form.models))
             self._kept |= zip(files, zip(sources, held, strict=True), strict=True)
         # Base and models that fit together, by how they are presented.
-        self._inputs = {_arrangement(self.recipe): list[Source](map(HeldSource, sources, held))}
+        self._inputs = {
+            _presentation_key(self.recipe): list[Source](map(HeldSource, sources, held))
+        }
 
     def __repr__(self) -> str:
         names = [entry.name for entry in self.recipe.models]
@@ -114,7 +116,7 @@ class Candidates:
         recipe, plan = self._plan(settings)
         arrays = make_arrays(plan) if into is None else check_arrays(plan, into)
         homes = find_homes(plan, arrays, {name: name for name in arrays})
-        return Candidate(arrays, _carry_out(plan, homes, progress), recipe)
+        return Candidate(arrays, _merge_into(plan, homes, progress), recipe)
 
     def write_into(
         self, model: Any, settings: Mapping[str, Any] | Recipe | Request | None = None
@@ -129,13 +131,13 @@ class Candidates:
         arrays = arrays_of(model)
         names = names_in(arrays, [tensor.name for tensor in plan.tensors])
         with WRITING:
-            return _carry_out(plan, find_homes(plan, arrays, names))
+            return _merge_into(plan, find_homes(plan, arrays, names))
 
     def _plan(self, settings: Mapping[str, Any] | Recipe | Request | None) -> tuple[Recipe, Plan]:
         if isinstance(settings, Request):  # how it runs was said at the beginning
             settings = settings.recipe
         recipe = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
-        arrangement = _arrangement(recipe)
+        arrangement = _presentation_key(recipe)
         inputs = self._inputs.get(arrangement) or self._open(recipe)
         if not recipe.weighs_rows:  # else there are as many as there are weights
             self._inputs[arrangement] = inputs
@@ -170,7 +172,7 @@ def _file_stamps(source: Source) -> list[Any]:
     return [stamp[:-1] for stamp in stamps_of(source)]
 
 
-def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
+def _presentation_key(recipe: Recipe) -> tuple[Any, ...]:
     """Return what decides how a recipe's inputs are presented; all else leaves them as they are."""
     return (
         recipe.base,
@@ -184,7 +186,7 @@ def _arrangement(recipe: Recipe) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- outputs
 
 
-def _carry_out(plan: Plan, homes: Mapping[str, Home], progress: Progress = lambda _: None) -> str:
+def _merge_into(plan: Plan, homes: Mapping[str, Home], progress: Progress = lambda _: None) -> str:
     digests = digests_of(plan, execute(plan, MemorySink(homes), progress=progress))
     check_digests(plan, digests)
     return digests.output

@@ -113,7 +113,7 @@ def read_tasks(files: Sequence[Path]) -> list[Task]:
 
 def _read_task(file: Path, name: str) -> Task:
     rows = list(islice(_rows(file), MOST_ROWS))
-    form, rows = _named(file, rows)
+    form, rows = _find_columns(file, rows)
     read = {
         "choices": _choices,
         "patterns": _patterns,
@@ -197,7 +197,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
             yield from _json_list(file)
             return
         if line.strip():
-            yield f"line {number}", _object(file, f"line {number}", line)
+            yield f"line {number}", _parse_object(file, f"line {number}", line)
 
 
 def _json_list(file: Path) -> Iterator[Row]:
@@ -211,7 +211,7 @@ def _json_list(file: Path) -> Iterator[Row]:
         yield f"element {number}", row
 
 
-def _object(file: Path, where: str, line: str) -> dict[str, Any]:
+def _parse_object(file: Path, where: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -257,7 +257,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
 # ---------------------------------------------------------------- columns
 
 
-def _named(file: Path, rows: list[Row]) -> tuple[str, list[Row]]:
+def _find_columns(file: Path, rows: list[Row]) -> tuple[str, list[Row]]:
     """Return the form of a task, and its rows with the columns that the form needs."""
     if not rows:
         raise InputError(f"{file}: has no examples")
@@ -268,7 +268,7 @@ def _named(file: Path, rows: list[Row]) -> tuple[str, list[Row]]:
     }
     form = next((f for f, it in FORMS.items() if all(found[name] for name in it.columns)), None)
     if form is None:
-        raise InputError(f"{file}: {_no_form(columns, found)}")
+        raise InputError(f"{file}: {_describe_misfit(columns, found)}")
     wanted = FORMS[form].columns
     for name in wanted:
         if len(found[name]) > 1:
@@ -285,7 +285,7 @@ def _named(file: Path, rows: list[Row]) -> tuple[str, list[Row]]:
     return form, named
 
 
-def _no_form(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
+def _describe_misfit(columns: Sequence[str], found: Mapping[str, Sequence[str]]) -> str:
     def lacking(form: TaskForm) -> list[str]:
         return [name for name in form.columns if not found[name]]
 
@@ -344,7 +344,7 @@ def _choices(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
         choices = row["choices"]
         if isinstance(choices, str):  # of a CSV file
             is_list = choices.lstrip().startswith("[")
-            listed = _object(file, where, f'{{"choices": {choices}}}') if is_list else None
+            listed = _parse_object(file, where, f'{{"choices": {choices}}}') if is_list else None
             choices = listed["choices"] if listed else choices.split("|")
         choices = [str(choice).strip() for choice in choices] if isinstance(choices, list) else []
         if len(set(choices)) < max(2, len(choices)) or "" in choices:

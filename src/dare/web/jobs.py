@@ -89,7 +89,7 @@ class QueuedJob:
 
 
 class Jobs:
-    """A queue of jobs, and a thread that takes care of the one that runs."""
+    """A queue of jobs, and a thread that starts and watches one after the other."""
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         self._confined = {"given_folders": list(map(str, folders))}
@@ -195,12 +195,12 @@ class JobProcess:
     def interrupt(self) -> None:
         """Have the process end soon: its stdin is closed, and it is killed if that is no help."""
         self._is_cancelled = True
-        self._hang_up()
+        self._close_stdin()
         killing = threading.Timer(GRACE_SECONDS, self._process.kill)
         killing.daemon = True
         killing.start()
 
-    def _hang_up(self) -> None:
+    def _close_stdin(self) -> None:
         with suppress(BrokenPipeError):
             self._stdin.close()
 
@@ -208,13 +208,13 @@ class JobProcess:
         """Take the messages of the process until it ends."""
         for line in self._stdout:
             with suppress(ValueError):  # half a line, of a process that was killed
-                self._take(json.loads(line))
-        self._conclude(self._process.wait())
+                self._handle(json.loads(line))
+        self._finish(self._process.wait())
         self._stdout.close()
-        self._hang_up()
+        self._close_stdin()
         self._log.close()
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         job, now = self._job, time.monotonic()
         if "progress" in message:
             job.done_bytes, job.total_bytes = message["progress"]
@@ -231,7 +231,7 @@ class JobProcess:
         job.problem = message.get("error", job.problem)
         job.seconds = now - self._started
 
-    def _conclude(self, status: int) -> None:
+    def _finish(self, status: int) -> None:
         job = self._job
         job.pid, job.seconds_left, job.note = None, None, ""
         job.seconds = time.monotonic() - self._started
@@ -242,10 +242,10 @@ class JobProcess:
         elif self._is_cancelled or status == INTERRUPTED:
             job.state = "stopped"
         else:
-            job.state, job.problem = "failed", self._last_words(status)
+            job.state, job.problem = "failed", self._describe_crash(status)
 
-    def _last_words(self, status: int) -> str:
-        """Say how a process ended that did not say so itself, and the last that it printed."""
+    def _describe_crash(self, status: int) -> str:
+        """Describe how a process ended that sent no error, with the end of what it printed."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - LAST_BYTES))
         said = self._log.read().decode(errors="replace").strip()
@@ -256,7 +256,7 @@ class JobProcess:
 
 
 class Line:
-    """The line to the server."""
+    """The connection to the server, which takes a line of JSON for each message."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -334,7 +334,7 @@ def main() -> int:
     try:
         request = json.loads(sys.stdin.readline())
         confine(map(Path, request["given_folders"]))
-        threading.Thread(target=_watch, daemon=True).start()
+        threading.Thread(target=_interrupt_at_end, daemon=True).start()
         quietly = warnings.catch_warnings(action="ignore", category=DareWarning)
         with quietly, progress_shown_by(line.show):  # plans and reports have the warnings
             WORK[request["kind"]](request, line)
@@ -359,8 +359,8 @@ def _own_stdout() -> TextIO:
     return stream
 
 
-def _watch() -> None:
-    """Interrupt the work when nobody is at the other end of stdin."""
+def _interrupt_at_end() -> None:
+    """Interrupt the work when stdin ends, as the server has closed it or is gone."""
     while os.read(0, 1 << 12):  # sys.stdin would be locked when the process ends
         pass
     if hasattr(signal, "pthread_kill"):  # which wakes the main thread from whatever it waits for

@@ -170,7 +170,7 @@ class OwnModels:
 
 
 def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
-    """Make a function of a request out of one of its values; that runs in a thread."""
+    """Make the endpoint of a function that is given a request's values, in a thread."""
 
     async def respond(request: HttpRequest) -> Response:
         try:

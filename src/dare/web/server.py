@@ -116,7 +116,7 @@ def make_app(key: Key, others: Sequence[BaseRoute], end: Callable[[], None]) -> 
 
     app = Starlette(
         routes=[*others, Route("/{name:path}", files.answer)],
-        exception_handlers={Exception: _apologise},
+        exception_handlers={Exception: _answer_bug},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # it would read the query as UTF-8, whatever it is
@@ -167,7 +167,7 @@ def _make_file(make: Callable[[], bytes]) -> File:
     return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
 
-async def _apologise(_request: Request, error: Exception) -> Response:
+async def _answer_bug(_request: Request, error: Exception) -> Response:
     reason = printable(f"{type(error).__name__}: {error}")
     message = f"{reason} (this is a bug in dare; the terminal shows where)"
     return Json({"error": message}, 500)

@@ -101,7 +101,7 @@ class Examples:
 
     def load_model(self, base: Path) -> Any:
         """Return the base as a live model; its tokenizer is that of all candidates."""
-        live = Live(base, FORMS[self._tasks[0].form].model)
+        live = LiveModel(base, FORMS[self._tasks[0].form].model)
         for task in self._tasks:
             if live.model.config.is_encoder_decoder and task.form in ("choices", "texts"):
                 only = "has an encoder and a decoder, which can only be asked for answers"
@@ -149,7 +149,7 @@ class Examples:
                 yield runner, some
 
 
-class Live:
+class LiveModel:
     """A live model with its tokenizer or image processor, its limits and special tokens."""
 
     def __init__(self, base: Path, kind: str) -> None:
@@ -185,7 +185,7 @@ class Live:
         self.model.config.pad_token_id = self.pad  # by which classifiers find the last token
         places = getattr(self.config, "max_position_embeddings", None) or MOST_TOKENS
         self.most = min(places, reader.model_max_length, MOST_TOKENS)
-        self.most_scored = max(1, MOST_LOGITS // self.config.vocab_size)  # tokens of a batch
+        self.most_scored_tokens = max(1, MOST_LOGITS // self.config.vocab_size)  # tokens of a batch
         if is_writer:
             reader.truncation_side = "left"  # the end of a prompt is the question
             kept = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
@@ -227,7 +227,7 @@ class Live:
             ).tolist()
             return [each[: len(rows[n]) - 1] for each, n in zip(found, some, strict=True)]
 
-        return in_batches(list(map(len, rows)), run, self.most_scored)
+        return in_batches(list(map(len, rows)), run, self.most_scored_tokens)
 
 
 def in_batches(
@@ -260,7 +260,7 @@ def _token_log_likelihoods(logits: Any, ids: Any) -> Any:
 class Runner:
     """Has a live model answer the examples of a task, and judges the answers."""
 
-    def __init__(self, live: Live, task: Task) -> None:
+    def __init__(self, live: LiveModel, task: Task) -> None:
         self.live, self.task, self.model = live, task, live.model
 
     def answer(self, examples: list[TaskExample]) -> list[Any]:
@@ -303,7 +303,7 @@ class Runner:
                 self.model(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
 
 
-class Prompted(Runner):
+class PromptedRunner(Runner):
     """A task with prompts, in the chat template if the tokenizer has one."""
 
     def model_input(self, values: dict[str, Any]) -> str:
@@ -326,10 +326,10 @@ class Prompted(Runner):
         return rows
 
 
-class Writing(Prompted):
+class GenerationRunner(PromptedRunner):
     """Greedy generation."""
 
-    def __init__(self, live: Live, task: Task) -> None:
+    def __init__(self, live: LiveModel, task: Task) -> None:
         super().__init__(live, task)
         texts = [text for example in task.examples for text in example.values["written"]]
         longest = max(map(len, live.encode(texts, None, special=False)), default=None)
@@ -381,7 +381,7 @@ class Writing(Prompted):
         return self.continued(values, values["written"][:1] or [""])
 
 
-class Choosing(Prompted):
+class MultipleChoiceRunner(PromptedRunner):
     """The choice with the highest log-likelihood per character."""
 
     def answer(self, examples: list[TaskExample]) -> list[Any]:
@@ -416,7 +416,7 @@ def _count_shared(prompt: list[int], row: list[int]) -> int:
     return next((n for n in range(most) if prompt[n] != row[n]), most)
 
 
-class Measuring(Runner):
+class BitsPerByteRunner(Runner):
     """Bits that the model needs for a byte of a text, in windows of the length that it takes."""
 
     def answer(self, examples: list[TaskExample]) -> list[Any]:
@@ -439,10 +439,10 @@ class Measuring(Runner):
         return "", f"{answer:.3f} bits a byte"
 
 
-class Labelling(Runner):
+class ClassificationRunner(Runner):
     """The label of the highest output."""
 
-    def __init__(self, live: Live, task: Task) -> None:
+    def __init__(self, live: LiveModel, task: Task) -> None:
         super().__init__(live, task)
         names = {str(name).casefold(): int(number) for number, name in live.config.id2label.items()}
         labels = sorted({example.values["label"] for example in task.examples})
@@ -476,7 +476,7 @@ class Labelling(Runner):
         return values["label"], str(self.live.config.id2label[answer])
 
 
-class Viewing(Labelling):
+class ImageClassificationRunner(ClassificationRunner):
     """The same for images."""
 
     def inputs(self, examples: list[TaskExample]) -> tuple[list[int], Callable[[list[int]], Any]]:
@@ -496,10 +496,10 @@ class Viewing(Labelling):
             self.model(**inputs(list(range(len(examples)))[start : start + BATCH_SIZE]))
 
 
-class Comparing(Runner):
+class SimilarityRunner(Runner):
     """The cosine of two texts, by the pooling of sentence-transformers, or means of tokens."""
 
-    def __init__(self, live: Live, task: Task) -> None:
+    def __init__(self, live: LiveModel, task: Task) -> None:
         super().__init__(live, task)
         file = live.base / "1_Pooling" / "config.json"
         found = json.loads(file.read_text("utf-8")) if file.is_file() else {}
@@ -551,11 +551,11 @@ def _standard_ranks(values: Sequence[float]) -> Any:
 
 
 RUNNERS: dict[str, type[Runner]] = {
-    "choices": Choosing,
-    "patterns": Writing,
-    "answers": Writing,
-    "labels": Labelling,
-    "pairs": Comparing,
-    "images": Viewing,
-    "texts": Measuring,
+    "choices": MultipleChoiceRunner,
+    "patterns": GenerationRunner,
+    "answers": GenerationRunner,
+    "labels": ClassificationRunner,
+    "pairs": SimilarityRunner,
+    "images": ImageClassificationRunner,
+    "texts": BitsPerByteRunner,
 }
