@@ -25,8 +25,9 @@ from dare.inputs.directory import Sidecars
 from dare.inputs.gathered import Gathered
 from dare.inputs.shards import STEMS
 from dare.inputs.sources import Drop, Floats, Source, stamps_of
+from dare.recipe.applied import Chain, names_of
 from dare.recipe.options import USUAL, RunOptions
-from dare.recipe.recipe import Chain, Recipe, names_of
+from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
 from dare.stages.registry import LATER_PARAMETERS, Round
 from dare.stores.locations import is_stored

@@ -27,9 +27,10 @@ from dare.kernels import backend_notices
 from dare.planning.cost import check_memory
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan
+from dare.recipe.applied import names_of
 from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
-from dare.recipe.recipe import Recipe, TensorRule, names_of
+from dare.recipe.recipe import Recipe, TensorRule
 from dare.stages import Settings, Stage
 from dare.stages.dropping import ROUNDING, suggest_q
 from dare.stages.registry import LATER_PARAMETERS

@@ -17,7 +17,7 @@ from dare.documents.words import exact_text, named, show_size, times, weight_tex
 from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
-from dare.recipe.recipe import names_of
+from dare.recipe.applied import names_of
 from dare.stages import IMPLIED, Stage
 from dare.stages.registry import LATER_PARAMETERS
 
