@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from dare.analysis.advice import METHODS
 from dare.analysis.readiness import RULES, STOPPING, Verdict
+from dare.cli.flags import FIELDS
 from dare.documents.charts import THEMES
 from dare.documents.notices import LIMITS, NoticeKind, Severity, catalogue
 from dare.documents.values import form_of
 from dare.documents.words import times
 from dare.errors import DareError
-from dare.recipe.entries import FLAGS, OTHER_NAMES
+from dare.recipe.entries import OTHER_NAMES
 from dare.recipe.options import Range, RunOptions, Search
 from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.stages import ALIASES, STAGES, Stage
@@ -329,7 +330,8 @@ def recipe() -> str:
 def names() -> str:
     """What the files of a merge are called, here and elsewhere."""
     places = {
-        ours: ([ours], FLAGS[ours], others[:1], others[1:]) for ours, others in OTHER_NAMES.items()
+        ours: ([ours], FIELDS[ours][1].names, others[:1], others[1:])
+        for ours, others in OTHER_NAMES.items()
     }
     return _table(
         ("name", "on the command line", "in a table `[models]`", "also understood"),

@@ -135,12 +135,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 
 OUR_NAMES = {name: ours for ours, others in OTHER_NAMES.items() for name in (ours, *others)}
 
-FLAGS = {
-    "base": ("--base", "-b"),
-    "models": ("--models", "--merge", "-m"),
-    "output": ("--output", "-o"),
-}
-
 
 def written_models(files: Sequence[Path]) -> str:
     r"""Say what to write so that these are the models, on the command line or in a recipe.
@@ -149,10 +143,7 @@ def written_models(files: Sequence[Path]) -> str:
     'write --models base \'my model\', or models = ["base", "my model"] in the recipe'
     """
     names = [str(file) for file in files]
-    return (
-        f"write {FLAGS['models'][0]} {shlex.join(names)}, or models = {write_value(names)} in the "
-        "recipe"
-    )
+    return f"write --models {shlex.join(names)}, or models = {write_value(names)} in the recipe"
 
 
 def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _apply_settings(
             value, models = given[name], document.get("models")
             if not isinstance(value, list | tuple):  # one for all
                 value = [value] * (len(models) if isinstance(models, list | tuple) else 1)
-            set_for_models(document, key, value, spell(name))
+            _set_for_models(document, key, value, spell(name))
     asked = [name for name in parameter_names() if name in given]
     method = document.get("method", DEFAULT_METHOD)
     if not asked or not isinstance(method, str):
@@ -125,7 +125,7 @@ def _apply_settings(
     for name in asked:
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
         takers = (c for c in chains if any(name in stage.parameters for stage in c))
-        set_parameter(document, next(takers, chains[0]), name, list(values), spell(name))
+        _set_parameter(document, next(takers, chains[0]), name, list(values), spell(name))
 
 
 def _methods(document: Mapping[str, Any]) -> list[str]:
@@ -172,7 +172,7 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     names = recipe.names
     included = {name: given.pop(name) for name in list(given) if name.startswith(INCLUDE)}
     for name, value in given.items():
-        set_by_name(document, name, value, names)
+        _set_by_name(document, name, value, names)
     for name, value in included.items():
         if name.removeprefix(INCLUDE) not in names or not isinstance(value, bool):
             there = f"{INCLUDE}MODEL is true or false, for {', '.join(names)}"
@@ -205,16 +205,16 @@ def get_by_name(recipe: Recipe, name: str) -> Any:
     return values[0] if values else None
 
 
-def set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequence[str]) -> None:
+def _set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequence[str]) -> None:
     """Set what a name stands for in the tables of a recipe whose models have these names."""
     chain = parse_method(document.get("method", DEFAULT_METHOD))
     first, dot, rest = name.partition(".")
     if not dot and name in FIELDS:
         document[name] = value
     elif not dot and name in MODEL_SETTINGS:
-        set_for_models(document, name, [value] * len(models), name)
+        _set_for_models(document, name, [value] * len(models), name)
     elif not dot:
-        set_parameter(document, chain, name, [value], name)
+        _set_parameter(document, chain, name, [value], name)
     elif first in {stage.name for stage in chain}:
         document.setdefault(first, {})[rest] = value
     elif rest in models:
@@ -268,7 +268,7 @@ def _remove_unused(document: dict[str, Any]) -> None:
                 del entry[key]
 
 
-def set_parameter(
+def _set_parameter(
     document: dict[str, Any], chain: Sequence[Stage], name: str, values: list[Any], shown: str
 ) -> None:
     """Set a stage's parameter for all models, or for each its own; `shown` is its name to users."""
@@ -287,7 +287,7 @@ def set_parameter(
     elif owner.kind != "delta":
         raise RecipeError(f"{shown}: {owner.name} takes one value for all, not {len(values)}")
     else:
-        set_for_models(document, name, values, shown)
+        _set_for_models(document, name, values, shown)
 
 
 def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
@@ -308,7 +308,7 @@ def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
     return owners[0]
 
 
-def set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
+def _set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
     """Write a value into each model's table."""
     if len(values) != len(entries := _model_tables(document)):
         models = times(len(entries), "model")
