@@ -1,4 +1,4 @@
-"""The library's verbs: plan, merge, merge arrays. Each tells its story in a few lines.
+"""The library's functions: plan, merge, merge arrays, in a few lines each.
 
 All of them take what is asked for in any form: a recipe or where to load one from, tables, advice,
 or keywords by the names that a recipe and the command line have.

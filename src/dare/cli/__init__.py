@@ -59,7 +59,7 @@ class UsageError(DareError):
 
 
 class WrongLineError(UsageError):
-    """It cannot even be read; the message ends with the help to look at."""
+    """The command line cannot be parsed; the message ends with a pointer to the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +164,7 @@ def _load_stages(arguments: Sequence[str]) -> None:
 
 
 def read_words(words: Sequence[str]) -> Callable[[], Any]:
-    """Return what the words ask for, a command or help, ready to be called."""
+    """Return a call of the command or the help that the words ask for."""
     from dare.cli.parsing import END, call, unknown_command
 
     flags = words[: words.index(END)] if END in words else words

@@ -1,6 +1,6 @@
 """`dare --install-completion`: a script that completes commands, flags and choices in a shell.
 
-All that it offers stands in the script, so that no program runs when a key is pressed.
+The script contains everything that it offers, so that no program runs when a key is pressed.
 """
 
 from __future__ import annotations

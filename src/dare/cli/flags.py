@@ -1,9 +1,9 @@
 """What commands share: flags, those that describe a recipe, and results on the screen.
 
-The flags of a recipe stand in help.toml, and those of stages are made from the registry: a new
-stage brings its flags along. `recipe_from_flags` lays what was given over the tables of a recipe
-file, so that both ways of asking end in the same checks. A flag of one command alone is explained
-in that command's docstring.
+The flags of a recipe are listed in help.toml; those of stages are made from the registry, so that a
+new stage brings its flags along. `recipe_from_flags` lays what was given over the tables of a
+recipe file, so that both ways of asking end in the same checks. A flag of one command alone is
+explained in that command's docstring.
 
 Nothing heavy is imported before it is needed: `--help` reads this, too.
 """

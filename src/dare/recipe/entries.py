@@ -298,7 +298,7 @@ class ModelEntry(Entry):
 
     @property
     def path(self) -> Path:
-        """The path that its name is the last part of; those before tell two of one name apart."""
+        """The path whose last part is its name; folders before it tell models of one name apart."""
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
@@ -312,7 +312,7 @@ class ModelEntry(Entry):
         return folder if is_generic else folder / path.stem.removesuffix(".delta")
 
     def is_called(self, name: str) -> bool:
-        """Return whether a name is that of the model, perhaps with folders before it."""
+        """Return whether a name, perhaps with folders before it, is the model's."""
         parts = PurePath(name).parts
         return self.path.parts[-len(parts) :] == parts
 

@@ -59,7 +59,7 @@ def described(text: str, default: Any = REQUIRED, *marks: str, key: str = "", **
 
 
 class Strict:
-    """Refuses unknown names and wrong types, in our words."""
+    """A value made of checked keywords; unknown names and wrong types raise a `RecipeError`."""
 
     given: frozenset[str]
     """The fields that were given when it was made."""
@@ -90,7 +90,7 @@ class Strict:
     @classmethod
     @cache
     def fields(cls) -> dict[str, Field]:
-        """Return the fields by name; first those of classes that it is made of."""
+        """Return the fields by name; those of base classes come first."""
         hints = get_type_hints(cls, include_extras=True)
         declared = {name: getattr(cls, name, None) for name in hints}
         return {

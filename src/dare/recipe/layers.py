@@ -77,7 +77,7 @@ def count_layers(tensors: Iterable[str]) -> dict[str, int]:
 
 
 def find_networks(counts: Mapping[str, int]) -> list[list[str]]:
-    """Return the stacks of each network, in the order in which they are passed.
+    """Return the stacks of each network, in the order in which data passes through them.
 
     >>> find_networks({"up_blocks": 4, "mid_block": 1, "down_blocks": 4, "encoder.layers": 12})
     [['down_blocks', 'mid_block', 'up_blocks'], ['encoder.layers']]

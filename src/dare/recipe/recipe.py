@@ -239,7 +239,7 @@ class Recipe(AppliedSettings, Strict):
     def changed(self, **fields: Any) -> Self:
         """Return a recipe with some fields changed, checked like any other.
 
-        One that gives other weights no longer demands those of a manifest.
+        A copy that gives other weights drops the digest that a manifest demands.
         """
         others = {"output_digest": None} if fields.keys() - self.marked(SAME_WEIGHTS) else {}
         return super().changed(**others | fields)

@@ -106,7 +106,7 @@ def _twice(name: str | None) -> str:
 
 
 def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
-    """Return the tables of a recipe, and put down what is different."""
+    """Return the tables of a recipe, and add what is different to `differences`."""
     drafts = [Draft(part) for part in config.parts]
     for draft in drafts:
         METHODS[draft.part.method].convert(draft)

@@ -152,7 +152,7 @@ def _input(item: Node, what: str, scopes: tuple[Scope, ...]) -> Input:
 def _with_base(
     inputs: tuple[Input, ...], base: str | None, node: Node, shared: tuple[Scope, ...]
 ) -> tuple[Input, ...]:
-    """Add the base to models among which it is not."""
+    """Append the base if it is not among the models."""
     if base is None or base in [given.model for given in inputs]:
         return inputs
     return (*inputs, Input(base, node, shared))

@@ -33,7 +33,7 @@ MAX_DIGITS = 100
 
 @dataclass(frozen=True)
 class Reading:
-    """A file that is read, and what comes to light."""
+    """A file that is read, with what is noted and the merges that are found in it."""
 
     file: Path
     notes: set[tuple[int, str]] = field(default_factory=set)  # with their lines
@@ -58,7 +58,7 @@ class Node:
             raise self.refuse(text)
 
     def note(self, key: str, text: str) -> None:
-        """Take down that a key, whose value this is, is left out, and why."""
+        """Note that the key with this value is left out, and why."""
         self.reading.notes.add((self.line, f"{key} (line {self.line}): {text}, and is left out"))
 
     @property
@@ -194,9 +194,9 @@ def as_text(node: Node, what: str) -> str:
 
 
 class Scope(NamedTuple):
-    """Parameters, and the module that they are for, by texts in names.
+    """Parameters, and the module they are for, as texts that names of its tensors contain.
 
-    None is the whole model, and a module without texts what other modules leave.
+    None is the whole model; a module without texts covers what the other modules leave.
     """
 
     table: Table
@@ -215,7 +215,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Case:
-    """A value for the tensors of a module whose names contain a text; None: for all."""
+    """A value for the tensors of a module whose names contain a text, or for all (None)."""
 
     contains: str | None
     value: Any  # a number, or a list of them for the layers; before it is checked, anything
