@@ -17,6 +17,9 @@ from tiny_models import (
     BY_WORDS,
     BYTES,
     DIGITS,
+    HEAD,
+    HEADS,
+    KEY_HEADS,
     LAYERS,
     MODEL_TYPES,
     PIECES,
@@ -52,6 +55,11 @@ def make_pair(folder, model_type, dtype=np.float32, **more):
     """A base and a model that differs from it a little."""
     parts = FAMILIES[MODEL_TYPES.get(model_type, model_type)].parts.values()
     base = weights(parts, dtype=dtype)
+    if model_type == "llama":
+        rng = np.random.default_rng(1)
+        for part, rows in (("q", HEADS * HEAD), ("k", KEY_HEADS * HEAD)):
+            name = f"model.layers.0.self_attn.{part}_proj.bias"
+            base[name] = rng.normal(size=rows).astype(dtype)
     tuned = {name: (own * 1.01).astype(dtype) for name, own in base.items()}
     for name, tensors in (("base", base), ("tuned", tuned)):
         make_directory(folder / name, tensors, config(model_type, **more))
@@ -75,21 +83,34 @@ def read_back(path):
 # ---------------------------------------------------------------- tensors
 
 
+def as_llama_cpp_has_it(name, values, architecture):
+    """What llama.cpp's converter makes of a tensor."""
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    heads = {"q_proj": HEADS, "k_proj": KEY_HEADS}.get(name.split(".")[-2])
+    if architecture != "llama" or heads is None:
+        return values
+    halves = values.reshape(heads, 2, HEAD // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
 @pytest.mark.parametrize("model_type", sorted({*MODEL_TYPES, *FAMILIES} - {"gemma3"}))
-def test_every_architecture_comes_back_and_has_llama_cpps_names(tmp_path, model_type):
+def test_every_architecture_is_as_llama_cpp_has_it_and_comes_back(tmp_path, model_type):
     folder = make_pair(tmp_path, model_type)
     merge(folder, "out.gguf", dtype="F32")
     merge(folder, "plain.safetensors", dtype="F32")
     expected, found = load_file(folder / "plain.safetensors"), read_back(folder / "out.gguf")
-    one = np.float32(1 if model_type.startswith("gemma") else 0)
-    for name, values in expected.items():
-        shifted = (values + one) - one if name.endswith("norm.weight") else values
-        assert found[name].tobytes() == shifted.tobytes(), name
     architecture = MODEL_TYPES.get(model_type, model_type)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, LAYERS)
-    theirs = {names.get_name(name, (".weight",)) for name in expected}
-    assert {tensor.name for tensor in gguf.GGUFReader(folder / "out.gguf").tensors} == theirs
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(folder / "out.gguf").tensors}
+    one = np.float32(1 if architecture.startswith("gemma") else 0)
+    assert len(stored) == len(expected)
+    for name, values in expected.items():
+        theirs = stored[names.get_name(name, (".weight", ".bias"))]
+        assert theirs.tobytes() == as_llama_cpp_has_it(name, values, architecture).tobytes(), name
+        shifted = (values + one) - one if name.endswith("norm.weight") else values
+        assert found[name].tobytes() == shifted.tobytes(), name
 
 
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])

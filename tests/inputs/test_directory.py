@@ -19,11 +19,10 @@ from dare.tensors.dtypes import STORAGE_TYPES
 BF16, F32, F8 = STORAGE_TYPES["BF16"], STORAGE_TYPES["F32"], STORAGE_TYPES["F8_E4M3"]
 
 
-def fill(folder, **files):
-    """Write files: JSON, or text as it is; in names `__` is a slash and `_dot_` a full stop."""
+def fill(folder, files):
+    """Write files: JSON, or text as it is."""
     for name, content in files.items():
-        path = folder / name.replace("__", "/").replace("_dot_", ".")
-        assert path.is_relative_to(folder)
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     return folder
@@ -31,12 +30,9 @@ def fill(folder, **files):
 
 @pytest.fixture
 def model(tmp_path):
-    folder = tmp_path / "model"
-    return fill(
-        folder,
-        config_dot_json={"torch_dtype": "float32", "vocab_size": 10, "eos_token_id": 3},
-        generation_config_dot_json={"eos_token_id": [3, 4]},
-    )
+    config = {"torch_dtype": "float32", "vocab_size": 10, "eos_token_id": 3}
+    generation = {"eos_token_id": [3, 4]}
+    return fill(tmp_path / "model", {"config.json": config, "generation_config.json": generation})
 
 
 def content(files, name):
@@ -72,8 +68,8 @@ def test_known_files_are_taken_and_nothing_else(tmp_path):
 
 
 def test_the_tokenizer_may_come_from_elsewhere(model, tmp_path):
-    fill(model, tokenizer_dot_json={}, vocab_dot_txt="a")
-    other = fill(tmp_path / "other", tokenizer_dot_json={"other": 1}, config_dot_json={})
+    fill(model, {"tokenizer.json": {}, "vocab.txt": "a"})
+    other = fill(tmp_path / "other", {"tokenizer.json": {"other": 1}, "config.json": {}})
     found = collect(model, tokenizer=other, replaced={"added_tokens.json": b"{}"})
     assert set(found.files) == {
         "config.json",
@@ -87,10 +83,10 @@ def test_the_tokenizer_may_come_from_elsewhere(model, tmp_path):
 
 
 def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model):
-    fill(model, modeling_x_dot_py="import os", setup_dot_py="")
+    fill(model, {"modeling_x.py": "import os", "setup.py": ""})
     assert "modeling_x.py" not in collect(model).files
     assert [note.code for note in collect(model).notes] == ["not_copied"]
-    fill(model, config_dot_json={"auto_map": {"AutoModel": "modeling_x.X"}})
+    fill(model, {"config.json": {"auto_map": {"AutoModel": "modeling_x.X"}}})
     found = collect(model)
     assert {"modeling_x.py", "setup.py"} <= set(found.files)
     (note,) = found.notes
@@ -100,15 +96,11 @@ def test_custom_code_is_taken_where_it_is_used_and_never_without_a_word(model):
 
 
 def test_folders_of_sentence_transformers(model):
-    fill(
-        model,
-        modules_dot_json=[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "3"}],
-    )
-    fill(
-        model / "1_Pooling", config_dot_json={"mean": True}, _dot_hidden="", sub__more_dot_json="{}"
-    )
-    fill(model / "2_Dense", model_dot_safetensors="w", pytorch_model_dot_bin="p")
-    fill(model / "unnamed", config_dot_json={})
+    modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "3")]
+    fill(model, {"modules.json": modules})
+    fill(model / "1_Pooling", {"config.json": {"mean": True}, ".hidden": "", "sub/more.json": "{}"})
+    fill(model / "2_Dense", {"model.safetensors": "w", "pytorch_model.bin": "p"})
+    fill(model / "unnamed", {"config.json": {}})
     found = collect(model)
     assert [name for name in found.files if "/" in name] == [
         "1_Pooling/config.json",
@@ -148,7 +140,7 @@ SIZES = {"type_vocab_size": 10, "audio_config": {"vocab_size": 7}}
     ],
 )
 def test_type_and_vocabulary_size_are_updated_wherever_they_stand(model, before, changes, after):
-    fill(model, config_dot_json=before)
+    fill(model, {"config.json": before})
     assert content(collect(model, changes).files, "config.json") == after
 
 
@@ -171,24 +163,21 @@ def test_token_ids_are_those_of_the_output(model):
 
 
 def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path):
-    assert chat_template_of(fill(tmp_path / "none", config_dot_json={})) is None
+    assert chat_template_of(fill(tmp_path / "none", {"config.json": {}})) is None
     several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
     for expected, files in {
-        "jinja": {"chat_template_dot_jinja": "jinja"},
-        "json": {"chat_template_dot_json": {"chat_template": "json"}},
-        "config": {"tokenizer_config_dot_json": {"chat_template": "config"}},
-        "d": {"tokenizer_config_dot_json": {"chat_template": several}},
+        "jinja": {"chat_template.jinja": "jinja"},
+        "json": {"chat_template.json": {"chat_template": "json"}},
+        "config": {"tokenizer_config.json": {"chat_template": "config"}},
+        "d": {"tokenizer_config.json": {"chat_template": several}},
     }.items():
-        assert chat_template_of(fill(tmp_path / expected, **files)) == expected
+        assert chat_template_of(fill(tmp_path / expected, files)) == expected
 
 
 def test_a_chat_template_is_put_in_place_of_all_others(model):
-    fill(
-        model,
-        tokenizer_config_dot_json={"chat_template": "old", "k": 1},
-        chat_template_dot_json={"chat_template": "old"},
-        additional_chat_templates__tool_dot_jinja="old",
-    )
+    old = {"chat_template": "old"}
+    fill(model, {"tokenizer_config.json": {**old, "k": 1}, "chat_template.json": old})
+    fill(model, {"additional_chat_templates/tool.jinja": "old"})
     found = collect(model, Changes(chat_template="{{ new }}"))
     assert "chat_template.json" not in found.files
     assert "additional_chat_templates/tool.jinja" not in found.files
@@ -197,9 +186,9 @@ def test_a_chat_template_is_put_in_place_of_all_others(model):
 
 
 def test_which_chat_template(tmp_path):
-    plain = fill(tmp_path / "plain", config_dot_json={})
+    plain = fill(tmp_path / "plain", {"config.json": {}})
     one, same, other = (
-        fill(tmp_path / name, chat_template_dot_jinja=text)
+        fill(tmp_path / name, {"chat_template.jinja": text})
         for name, text in (("one", "{1}"), ("same", "{1}"), ("other", "{2}"))
     )
     models: dict[str, Path | None] = {"one": one, "other": other, "plain": plain, "file": None}
@@ -233,8 +222,8 @@ def test_which_chat_template(tmp_path):
 
 @pytest.mark.parametrize("link", ["tokenizer.json", "1_Pooling"])
 def test_a_link_out_of_the_directory_is_refused(model, tmp_path, link):
-    fill(tmp_path / "secret", config_dot_json={})
-    fill(model, modules_dot_json=[{"path": "1_Pooling"}])
+    fill(tmp_path / "secret", {"config.json": {}})
+    fill(model, {"modules.json": [{"path": "1_Pooling"}]})
     (model / link).symlink_to(tmp_path / "secret")
     with pytest.raises(InputError, match=rf"{link}: is a link to .*secret, outside"):
         collect(model)
@@ -244,7 +233,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path):
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "0a1b"
     (snapshot / "1_Pooling").mkdir(parents=True)
-    fill(repo / "blobs", aa='{"vocab_size": 3}', bb='[{"path": "1_Pooling"}]', cc="{}")
+    fill(repo / "blobs", {"aa": '{"vocab_size": 3}', "bb": '[{"path": "1_Pooling"}]', "cc": "{}"})
     (snapshot / "config.json").symlink_to("../../blobs/aa")
     (snapshot / "modules.json").symlink_to("../../blobs/bb")
     (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/cc")
@@ -255,14 +244,14 @@ def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path):
 
 @pytest.mark.parametrize("path", ["..", "../x", "/etc", "a/../../b", ".git", 3, None])
 def test_a_module_cannot_lead_out_of_the_directory(model, path):
-    fill(model, modules_dot_json=[{"path": path}])
+    fill(model, {"modules.json": [{"path": path}]})
     with pytest.raises(InputError, match=r"modules.json: .*folder"):
         collect(model)
 
 
 def test_a_folder_without_end_is_refused(model, monkeypatch):
-    fill(model, modules_dot_json=[{"path": "1_Pooling"}])
-    fill(model / "1_Pooling", a="", b="", c="")
+    fill(model, {"modules.json": [{"path": "1_Pooling"}]})
+    fill(model / "1_Pooling", {"a": "", "b": "", "c": ""})
     monkeypatch.setattr("dare.inputs.directory.MAX_MODULE_FILES", 2)
     with pytest.raises(InputError, match="1_Pooling: has more than 2 files"):
         collect(model)
@@ -282,15 +271,15 @@ def test_a_folder_without_end_is_refused(model, monkeypatch):
     ],
 )
 def test_a_broken_configuration_is_an_error(model, text, message):
-    fill(model, config_dot_json=text)
+    fill(model, {"config.json": text})
     with pytest.raises(InputError, match=message):
         collect(model, Changes(dtype=BF16))
 
 
 def test_a_huge_file_is_copied_but_never_parsed(model, monkeypatch):
     monkeypatch.setattr("dare.inputs.directory.MAX_JSON_BYTES", 100)
-    fill(model, vocab_dot_json=" " * 101)
+    fill(model, {"vocab.json": " " * 101})
     assert collect(model).files["vocab.json"] == model / "vocab.json"
-    fill(model, config_dot_json=" " * 101)
+    fill(model, {"config.json": " " * 101})
     with pytest.raises(InputError, match=r"config\.json: larger than 100 bytes"):
         collect(model)

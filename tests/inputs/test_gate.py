@@ -1,16 +1,14 @@
 """Every tensor of every input passes one gate: a name that can be written, a type that is known."""
 
-import json
-
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from writers import write_adapter, write_gguf
 
 import dare
 from dare.errors import InputError
 from dare.inputs.arrays import array_source
 from dare.inputs.gguf import GgufSource
-from dare.inputs.lora import CONFIG_NAME, WEIGHTS_NAME, open_adapter
+from dare.inputs.lora import open_adapter
 from dare.inputs.torch_bin import TorchSource
 
 ONES = np.ones((2, 2), np.float32)
@@ -27,21 +25,12 @@ def of_torch(folder, name):
 
 
 def of_gguf(folder, name):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(folder / "m.gguf", "unheard-of")
-    writer.add_tensor(name, ONES)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return GgufSource(folder / "m.gguf")
+    pytest.importorskip("gguf")
+    return GgufSource(write_gguf(folder / "m.gguf", {name: ONES}))
 
 
 def of_lora(folder, name):
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
-    (folder / CONFIG_NAME).write_text(json.dumps(config))
-    save_file({f"base_model.model.{name}": ONES}, folder / WEIGHTS_NAME)
-    return open_adapter(folder)
+    return open_adapter(write_adapter(folder, {name: ONES}))
 
 
 @pytest.mark.parametrize("opened", [of_arrays, of_torch, of_gguf, of_lora])

@@ -6,16 +6,16 @@ import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ranges import PLACES, Ranged
+from writers import write_gguf
 
 from dare.errors import HeaderError, InputError, install_command
-from dare.inputs.gguf import FAMILIES, GgufSource
+from dare.inputs.gguf import GgufSource
 from dare.inputs.opening import FORMS
 from dare.inputs.sources import Opening
 from helpers import read_elements, read_tensor
@@ -38,22 +38,6 @@ QUANTISED = sorted(set(quants._type_traits) - set(AS_STORED))
 WITHOUT_DEQUANTISER = (Kind.Q8_1, Kind.Q8_K)
 
 
-def write(path, tensors, architecture="other", metadata=(), **settings) -> Path:
-    """Write a GGUF file with the gguf package; a tensor is an array, or raw bytes and a type."""
-    writer = gguf.GGUFWriter(path, architecture, **settings)
-    for key, value in dict(metadata).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add.get(type(value), writer.add_array)(key, value)
-    for name, tensor in tensors.items():
-        data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def random_blocks(kind, rows=3, blocks=2, seed=0) -> np.ndarray:
     """Blocks of any bytes, so with infinities and NaN among their scales."""
     nbytes = blocks * gguf.GGML_QUANT_SIZES[kind][1]
@@ -65,12 +49,6 @@ def dequantised(raw, kind) -> np.ndarray:
     with np.errstate(all="ignore"):
         values = quants.dequantize(raw, kind)
     return np.where(np.isnan(values), np.float32(np.nan), values)
-
-
-def to_gguf_rows(array, heads) -> np.ndarray:
-    """What llama.cpp's converter does to the rows of queries and keys."""
-    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def contents(path) -> dict[str, bytes]:
@@ -87,7 +65,7 @@ def test_what_is_not_quantised_is_presented_as_it_is_stored(tmp_path, kind):
     array = np.random.default_rng(0).integers(0, 256, 24 * 8, np.uint8).view(dtype)[:24]
     raw = array.reshape(4, 6).view(np.uint8) if kind == Kind.BF16 else array.reshape(4, 6)
     tensor = (raw, kind) if kind == Kind.BF16 else raw
-    path = write(tmp_path / "m.gguf", {"t": tensor})
+    path = write_gguf(tmp_path / "m.gguf", {"t": tensor})
     info = GgufSource(path).tensors["t"]
     assert (info.dtype.name, info.shape) == (name, (4, 6))
     assert contents(path) == {"t": array.tobytes()}
@@ -96,7 +74,7 @@ def test_what_is_not_quantised_is_presented_as_it_is_stored(tmp_path, kind):
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 def test_every_quantised_type_is_what_the_gguf_package_makes_of_it(tmp_path, kind):
     raw = random_blocks(kind)
-    path = write(tmp_path / "m.gguf", {"t": (raw, kind)})
+    path = write_gguf(tmp_path / "m.gguf", {"t": (raw, kind)})
     info = GgufSource(path).tensors["t"]
     assert (info.dtype.name, info.shape) == ("F32", (3, 2 * gguf.GGML_QUANT_SIZES[kind][0]))
     assert contents(path) == {"t": dequantised(raw, kind).tobytes()}
@@ -108,7 +86,7 @@ def test_values_computed_by_hand(tmp_path):
     eight = np.frombuffer(np.float16(0.5).tobytes() + bytes([3, 0xFD] * 16), np.uint8)
     halves = np.array([0.25, -1], np.float16).tobytes()
     four = np.frombuffer(halves + bytes([0x4F] * 16), np.uint8)
-    path = write(
+    path = write_gguf(
         tmp_path / "m.gguf",
         {"eight": (eight.reshape(1, -1), Kind.Q8_0), "four": (four.reshape(1, -1), Kind.Q4_1)},
     )
@@ -120,7 +98,7 @@ def test_values_computed_by_hand(tmp_path):
 
 @pytest.mark.parametrize("kind", WITHOUT_DEQUANTISER, ids=lambda kind: kind.name)
 def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path, kind):
-    path = write(tmp_path / "m.gguf", {"t": (random_blocks(kind), kind)})
+    path = write_gguf(tmp_path / "m.gguf", {"t": (random_blocks(kind), kind)})
     with pytest.raises(InputError, match=rf"m.gguf: t is of type {kind.name}, which the gguf pack"):
         GgufSource(path)
 
@@ -143,7 +121,7 @@ def ranged(tmp_path_factory):
         for name, (kind, rows, blocks) in SHAPES.items()
     }
     path = tmp_path_factory.mktemp("ranged") / "m.gguf"
-    with GgufSource(write(path, tensors, "llama", HEADS)) as source:
+    with GgufSource(write_gguf(path, tensors, "llama", HEADS)) as source:
         yield Ranged(source, {name: read_tensor(source, name) for name in source.tensors})
 
 
@@ -154,7 +132,7 @@ def test_any_range_is_the_same_part_of_the_whole(ranged, which, one, other):
 
 def test_a_tensor_of_many_pieces_is_the_same_in_chunks_and_from_many_threads(tmp_path):
     raw = random_blocks(Kind.Q8_0, rows=64, blocks=96)  # 196,608 elements
-    path = write(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)})
+    path = write_gguf(tmp_path / "m.gguf", {"t": (raw, Kind.Q8_0)})
     expected = dequantised(raw, Kind.Q8_0).tobytes()
     elements = 64 * 96 * 32
     with GgufSource(path) as source, ThreadPoolExecutor(4) as pool:
@@ -168,69 +146,12 @@ def test_a_tensor_of_many_pieces_is_the_same_in_chunks_and_from_many_threads(tmp
 # ---------------------------------------------------------------- names, rows and norms
 
 
-def tiny_config(model_type):
-    from transformers import AutoConfig
-
-    sizes = {"vocab_size": 11, "hidden_size": 32, "intermediate_size": 40, "head_dim": 8}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tied = {"pad_token_id": 0, "tie_word_embeddings": model_type.startswith("gemma")}
-    kind = {"gemma3": "gemma3_text"}.get(model_type, model_type)
-    return AutoConfig.for_model(kind, **sizes, **counts, **tied)
-
-
-def converted(weights, architecture):
-    """Tensors as llama.cpp's converter writes them, by the gguf package's own table of names."""
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, 2)
-    tensors = {}
-    for name, array in weights.items():
-        changed = array
-        if architecture == "llama" and ".q_proj." in name:
-            changed = to_gguf_rows(array, 4)
-        elif architecture == "llama" and ".k_proj." in name:
-            changed = to_gguf_rows(array, 2)
-        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
-            changed = array + np.float32(1)
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = changed
-    return tensors
-
-
-@pytest.mark.parametrize("model_type", ["mistral", *FAMILIES])
-def test_a_converted_model_has_its_names_shapes_and_rows_again(tmp_path, model_type):
-    pytest.importorskip("transformers")
-    from transformers import AutoModelForCausalLM
-
-    architecture = "llama" if model_type == "mistral" else model_type
-    config = tiny_config(model_type)
-    if model_type == "llama":
-        config.attention_bias = True
-    rng = np.random.default_rng(0)
-    weights = {
-        name: rng.normal(size=tensor.shape).astype(np.float32)
-        for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    heads = {"attention.head_count": 4, "attention.head_count_kv": 2}
-    metadata = {f"{architecture}.{key}": count for key, count in heads.items()}
-    path = write(tmp_path / "m.gguf", converted(weights, architecture), architecture, metadata)
-    source = GgufSource(path)
-    assert {name: info.shape for name, info in source.tensors.items()} == {
-        name: array.shape for name, array in weights.items()
-    }
-    assert source.remarks == ()
-    one = np.float32(1 if architecture.startswith("gemma") else 0)
-    assert contents(path) == {
-        name: ((array + one) - one if name.endswith("norm.weight") else array).tobytes()
-        for name, array in weights.items()
-    }
-
-
 def test_interleaved_rows_by_hand(tmp_path):
     # One head of six rows: GGUF has the first of each half, the second of each half, …
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
     stored = rows[[0, 3, 1, 4, 2, 5]]
     heads = {"llama.attention.head_count": 1}
-    path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": stored}, "llama", heads)
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_q.weight": stored}, "llama", heads)
     assert contents(path) == {"model.layers.0.self_attn.q_proj.weight": rows.tobytes()}
 
 
@@ -261,7 +182,9 @@ EXPERTS, QUERY = "blk.0.ffn_gate_exps.weight", "blk.0.attn_q.weight"
 def test_names_that_are_not_known_are_kept_or_left_out_and_reported(
     tmp_path, architecture, names, kept, code, said
 ):
-    path = write(tmp_path / "m.gguf", dict.fromkeys(names, np.ones(4, np.float32)), architecture)
+    path = write_gguf(
+        tmp_path / "m.gguf", dict.fromkeys(names, np.ones(4, np.float32)), architecture
+    )
     source = GgufSource(path)
     assert list(source.tensors) == kept
     (remark,) = source.remarks
@@ -272,7 +195,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
     tensors = {"output.weight": np.ones(4), "lm_head.weight": np.ones(4)}
     # The second is not known to the family, so it keeps a name that the first is given.
     with pytest.raises(HeaderError, match=r"lm_head.weight occurs twice, .* as lm_head"):
-        GgufSource(write(tmp_path / "m.gguf", tensors, "llama"))
+        GgufSource(write_gguf(tmp_path / "m.gguf", tensors, "llama"))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +207,9 @@ def test_two_tensors_of_one_name_are_refused(tmp_path):
 )
 def test_rows_are_ordered_by_heads_that_fit_alone(tmp_path, heads, shape, message):
     metadata = {} if heads is None else {"llama.attention.head_count": heads}
-    path = write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata)
+    path = write_gguf(
+        tmp_path / "m.gguf", {"blk.0.attn_q.weight": np.ones(shape)}, "llama", metadata
+    )
     with pytest.raises(InputError, match=message):
         GgufSource(path)
 
@@ -294,7 +219,7 @@ def test_rows_are_ordered_by_heads_that_fit_alone(tmp_path, heads, shape, messag
 
 def test_a_model_in_parts_is_one_source(tmp_path):
     tensors = {name: np.full(8, number, np.float32) for number, name in enumerate("abc")}
-    write(tmp_path / "m.gguf", tensors, split_max_tensors=1)
+    write_gguf(tmp_path / "m.gguf", tensors, split_max_tensors=1)
     parts = tuple(sorted(tmp_path.glob("*.gguf")))
     assert [part.name for part in parts][2] == "m-00003-of-00003.gguf"
     for part in parts:
@@ -303,7 +228,7 @@ def test_a_model_in_parts_is_one_source(tmp_path):
 
 
 def test_a_missing_part_and_parts_in_the_wrong_order_are_refused(tmp_path):
-    write(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
+    write_gguf(tmp_path / "m.gguf", {"a": np.ones(8), "b": np.ones(8)}, split_max_tensors=1)
     first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
     second.rename(tmp_path / "aside")
     with pytest.raises(InputError, match=r"m-00002-of-00002.gguf: no such file"):
@@ -315,13 +240,13 @@ def test_a_missing_part_and_parts_in_the_wrong_order_are_refused(tmp_path):
 
 
 def test_an_adapter_is_refused(tmp_path):
-    path = write(tmp_path / "m.gguf", {"a": np.ones(8)}, "llama", {"general.type": "adapter"})
+    path = write_gguf(tmp_path / "m.gguf", {"a": np.ones(8)}, "llama", {"general.type": "adapter"})
     with pytest.raises(InputError, match=r"is a LoRA adapter in GGUF; give it as PEFT"):
         GgufSource(path)
 
 
 def test_what_looks_like_gguf(tmp_path):
-    path = write(tmp_path / "m.bin", {"a": np.ones(8)})
+    path = write_gguf(tmp_path / "m.bin", {"a": np.ones(8)})
     assert FORMS["gguf"](Opening(path))
     assert FORMS["gguf"](Opening(tmp_path / "not-there.gguf"))
     (tmp_path / "other.bin").write_bytes(b"PK")
@@ -331,7 +256,7 @@ def test_what_looks_like_gguf(tmp_path):
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
-    path = write(tmp_path / "m.gguf", {"a": np.ones(8)})
+    path = write_gguf(tmp_path / "m.gguf", {"a": np.ones(8)})
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputError, match=re.escape(install_command("gguf"))):
         GgufSource(path)

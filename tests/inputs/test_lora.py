@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranges import PLACES, Ranged
 from safetensors.numpy import load_file, save_file
+from writers import write_adapter
 
 import dare
 from dare import Request
@@ -36,18 +37,6 @@ with warnings.catch_warnings():
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-
-def write_adapter(folder, tensors, **config):
-    folder.mkdir(parents=True, exist_ok=True)
-    ranks = {name.rpartition(".lora_")[0]: len(v) for name, v in tensors.items() if "_A." in name}
-    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **config}
-    if config.keys().isdisjoint(("r", "rank_pattern")):
-        given["rank_pattern"] = ranks
-    (folder / CONFIG_NAME).write_text(json.dumps(given))
-    named = {f"base_model.model.{name}": value for name, value in tensors.items()}
-    save_file(named, folder / WEIGHTS_NAME)
-    return folder
 
 
 def read_all(source, name):

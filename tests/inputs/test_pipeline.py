@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from writers import write_adapter
 
 import dare
 from dare.deltas.compressing import compress
@@ -264,13 +265,10 @@ def test_it_goes_to_a_store_and_is_read_there(pipelines, tmp_path, monkeypatch):
 
 
 def test_an_adapter_of_a_component_finds_its_place(pipelines, tmp_path):
-    draw, module = np.random.default_rng(5), "base_model.model.conv_in.lora"
+    draw = np.random.default_rng(5)
     left, right = (draw.standard_normal(shape, np.float32) for shape in ((4, 2), (2, 3)))
-    (tmp_path / "style").mkdir()
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["conv_in"]}
-    (tmp_path / "style/adapter_config.json").write_text(json.dumps(config))
-    factors = {f"{module}_A.weight": right, f"{module}_B.weight": left}
-    save_file(factors, tmp_path / "style/adapter_model.safetensors")
+    factors = {"conv_in.lora_A.weight": right, "conv_in.lora_B.weight": left}
+    write_adapter(tmp_path / "style", factors, lora_alpha=2)
     out = merge([pipelines[0], tmp_path / "style"])
     found, own = (load_file(path / UNET)["conv_in.weight"] for path in (out, pipelines[0]))
     np.testing.assert_allclose(found - own, left @ right, atol=1e-5)

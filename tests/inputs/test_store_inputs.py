@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from writers import write_adapter, write_gguf
 
 import dare
 from dare.api import make_request, merge, plan
@@ -162,25 +163,15 @@ def test_memory_is_kept_to(web, models, tmp_path):
 
 def test_every_form_of_model_is_read_from_a_store(web, models, tmp_path):
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
-    writer.add_array("tokenizer.ggml.tokens", [f"token {n}" for n in range(20_000)])
-    block = np.frombuffer(np.float16(0.5).tobytes() + bytes(range(32)), np.uint8)
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer.add_tensor("blk.0.ffn_up.weight", block.reshape(1, 34), raw_dtype=kind)
-    for write in (
-        "write_header_to_file",
-        "write_kv_data_to_file",
-        "write_tensors_to_file",
-        "close",
-    ):
-        getattr(writer, write)()
+    block = np.frombuffer(np.float16(0.5).tobytes() + bytes(range(32)), np.uint8).reshape(1, 34)
+    tensors = {"blk.0.ffn_up.weight": (block, gguf.GGMLQuantizationType.Q8_0)}
+    tokens = {"tokenizer.ggml.tokens": [f"token {n}" for n in range(20_000)]}
+    write_gguf(tmp_path / "m.gguf", tensors, "qwen2", tokens)
     factors = {
-        "base_model.model.layers.0.lora_A.weight": np.ones((2, 900), np.float32),
-        "base_model.model.layers.0.lora_B.weight": np.full((700, 2), 0.5, np.float32),
+        "layers.0.lora_A.weight": np.ones((2, 900), np.float32),
+        "layers.0.lora_B.weight": np.full((700, 2), 0.5, np.float32),
     }
-    save(tmp_path / "lora" / "adapter_model.safetensors", factors)
-    config = {"peft_type": "LORA", "lora_alpha": 4, "r": 2}
-    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    write_adapter(tmp_path / "lora", factors)
     compress(
         models / "base",
         models / "math.safetensors",
@@ -203,13 +194,6 @@ def test_pickles_are_refused(web):
         open_model(path)
     with pytest.raises(InputError, match="save it as safetensors"):
         open_model(path, allow_pickle=True)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x08", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
-def test_damaged_headers_are_refused(web, content):
-    web.content["m.safetensors"] = content
-    with pytest.raises(InputError, match=r"m\.safetensors"):
-        open_source(f"{web.url}/m.safetensors")
 
 
 def test_a_header_that_is_longer_than_the_first_look(web, tmp_path):
