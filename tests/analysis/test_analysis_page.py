@@ -16,8 +16,7 @@ from dare.analysis.readiness import Readiness, Verdict, body_of
 from dare.documents import page as pages_of
 from dare.documents.notices import catalogue
 from dare.documents.words import number, share
-from dare.errors import InputError, OutputError, install_command
-from dare.output.targets import write_file
+from dare.errors import InputError
 from pages import Outline
 
 HOSTILE = ('<script>alert("x")</script>', "'\"><img src=x onerror=alert(1)>", "a&b</title>")
@@ -181,18 +180,6 @@ def test_an_analysis_without_models_is_refused(subject):
     with pytest.raises(InputError, match="has no models"):
         assemble(empty, subject.readiness, subject.advice)
     assert "0 models" in str(empty)
-
-
-def test_what_is_missing_is_named(subject, monkeypatch):
-    monkeypatch.setattr(pages_of, "NEEDED", ("altair", "no_such_package"))
-    with pytest.raises(OutputError, match=re.escape(install_command("report"))):
-        pages_of.render_page(subject.document())
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written"):
-        write_file(tmp_path / "file" / "page.html", b"", "page")
 
 
 def test_a_library_cannot_end_its_element(monkeypatch):

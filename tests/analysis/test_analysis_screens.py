@@ -14,7 +14,6 @@ from rich.cells import cell_len
 from dare.analysis.advice import judge
 from dare.analysis.document import make_document
 from dare.analysis.readiness import body_of
-from dare.analysis.results import Origin
 from dare.documents.console import Console
 from dare.documents.notices import catalogue
 from dare.documents.terminal import print_document
@@ -61,19 +60,6 @@ def ten():
     return analysis, *judge(analysis)
 
 
-@pytest.fixture(scope="module")
-def three():
-    """A plain model, a LoRA, and one that has changed a lot."""
-    base = made_up.make_base()
-    sizes = {"math": 0.01, "code": 0.012, "chat": 0.1}
-    models = {
-        name: made_up.tune(base, size, seed) for seed, (name, size) in enumerate(sizes.items())
-    }
-    lora = {"origin": Origin.LORA, "likely_rank": 4, "is_adapter": True}
-    analysis = made_up.analysis(base, models, own={"code": lora})
-    return analysis, *judge(analysis)
-
-
 def printed(judged, width):
     file = io.StringIO()
     console = Console(file, width=width)
@@ -115,23 +101,11 @@ def test_long_names_stay_apart():
 # ---------------------------------------------------------------- what is said
 
 
-def test_the_first_screen_decides(three):
-    analysis, readiness, advice = three
-    text = printed(three, 80)
-    first = text.splitlines()[0]
-    assert first.startswith(readiness.headline)
-    for model in analysis.models:
-        (row,) = rows(text, model.name)
-        assert share(body_of(model).ratio) in row
-    assert "LoRA, rank 4 (adapter)" in rows(text, "code")[0]
-    advised = text[text.index("Advice") :].splitlines()[0]
-    assert readiness.method == advice.recipe["method"]
-    assert readiness.method in advised
-    assert len(text.splitlines()) <= 30
-
-
 def test_what_is_notable_of_ten_models_is_said(ten):
-    text = printed(ten, 120)
+    text, (analysis, readiness, advice) = printed(ten, 120), ten
+    assert text.startswith(readiness.headline)
+    for model in analysis.models:
+        assert share(body_of(model).ratio) in rows(text, model.name)[0]
     for name, said in {
         "nan": f"left out: {catalogue()['not_finite'].title}",
         "other": f"left out: {catalogue()['unrelated'].title}",
@@ -142,8 +116,10 @@ def test_what_is_notable_of_ten_models_is_said(ten):
     assert "sort and copy-of-sort are copies (cosine +1.000)" in overlap
     assert "math and anti-math are opposed (cosine -0.9" in overlap
     advised = text[text.index("Advice") :].splitlines()[0]
-    assert all(name in advised for name in ("without", "nan", "copy-of-sort", "other"))
-    gravest = ten[1].findings[0]
+    assert readiness.method == advice.recipe["method"]
+    words = (readiness.method, "without", "nan", "copy-of-sort", "other")
+    assert all(word in advised for word in words)
+    gravest = readiness.findings[0]
     assert f"{gravest.subjects[0]}: {gravest.text}" in " ".join(printed(ten, 200).split())
     assert len(printed(ten, 80).splitlines()) <= 50
 

@@ -163,26 +163,6 @@ def test_rounding_by_hand():
     assert find_rounding(weights, "BF16", "F32")[0] < 1e-12
 
 
-@pytest.mark.parametrize("size", [2e-3, 2e-4, 5e-5])  # a step of bfloat16 is 1.2e-4 at 0.02
-@pytest.mark.parametrize("shape", [(128, 128), (128, 512), (512, 128)])
-def test_a_lora_that_was_merged_in_bfloat16_is_found(size, shape):
-    base = (0.02 * gaussian(12, *shape)).astype(ml_dtypes.bfloat16)
-    delta = low_rank(13, *shape, 8, size)
-    tuned = (base.astype(np.float32) + delta).astype(ml_dtypes.bfloat16)
-    model = analyze_arrays({"w": base}, [{"w": tuned}]).models[0]
-    (spectrum,) = (tensor.spectrum for tensor in model.tensors)
-    assert spectrum.low_rank == 8
-    assert spectrum.effective_rank > 10  # rounding has put something everywhere
-    assert (model.origin, model.likely_rank) == (Origin.LORA, 8)
-
-
-def test_a_full_change_stored_in_bfloat16_is_no_lora():
-    base = (0.02 * gaussian(12, 128, 256)).astype(ml_dtypes.bfloat16)
-    tuned = (base.astype(np.float32) + 1e-4 * gaussian(13, 128, 256)).astype(ml_dtypes.bfloat16)
-    model = analyze_arrays({"w": base}, [{"w": tuned}]).models[0]
-    assert (model.origin, model.likely_rank) == (Origin.FULL, None)
-
-
 BF16 = ml_dtypes.bfloat16
 
 
@@ -190,6 +170,18 @@ def changed(base, change, size, dtype=np.float32):
     """The delta of a model that is stored in a type, and changes its base by a share."""
     tuned = base + size * np.linalg.norm(base) / np.linalg.norm(change) * change
     return tuned.astype(dtype).astype(np.float32) - base
+
+
+@pytest.mark.parametrize("size", [2e-3, 2e-4, 5e-5])  # a step of bfloat16 is 1.2e-4 at 0.02
+@pytest.mark.parametrize("shape", [(128, 128), (128, 512), (512, 128)])
+def test_a_lora_that_was_merged_in_bfloat16_is_found_and_a_full_change_is_none(size, shape):
+    base = (0.02 * gaussian(12, *shape)).astype(BF16)
+    changes = low_rank(13, *shape, 8, size), size * gaussian(13, *shape)
+    tuned = [{"w": (base.astype(np.float32) + change).astype(BF16)} for change in changes]
+    lora, full = analyze_arrays({"w": base}, tuned).models
+    assert (lora.origin, lora.likely_rank) == (Origin.LORA, 8)
+    assert lora.tensors[0].spectrum.effective_rank > 10  # rounding has put something everywhere
+    assert (full.origin, full.likely_rank) == (Origin.FULL, None)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

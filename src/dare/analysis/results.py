@@ -24,7 +24,7 @@ from typing import Annotated, Any, Self
 
 from dare.documents.notices import Notice
 from dare.documents.shown import json_ready
-from dare.documents.values import Before, Limits, Number, WrongValueError, checked, read_json
+from dare.documents.values import Before, Limits, Number, checked, read_json
 from dare.documents.words import named, times
 from dare.errors import InputError, printable
 from dare.output.receipt import ModelReport
@@ -381,19 +381,21 @@ class AnalysisData:
             document.pop(made_of_it, None)
         try:
             analysis: Self = checked(document, cls)
-        except WrongValueError as fault:
+            analysis.check_complete()
+        except ValueError as fault:
             raise InputError(f"{where}: is not a complete analysis: {fault}") from None
-        pairs, names = [(pair.first, pair.second) for pair in analysis.pairs], {*analysis.names}
-        expected = combinations(analysis.names, 2)
-        if len(names) < len(analysis.models) or sorted(pairs) != sorted(expected):
-            raise InputError(f"{where}: is not a complete analysis: pairs must be every two models")
-        types = [analysis.base_dtypes, *(model.dtypes for model in analysis.models)]
-        if unknown := {name for each in types for name in each} - STORAGE_TYPES.keys():
-            name = f"{min(unknown)!a:.80}"
-            raise InputError(f"{where}: is not a complete analysis: unknown dtype {name}")
-        if "" in (analysis.base, *(model.file for model in analysis.models)):
-            raise InputError(f"{where}: is not a complete analysis: a file's name is empty")
         return analysis
+
+    def check_complete(self) -> None:
+        """Refuse models without a pair, types that nobody knows, and files without a name."""
+        pairs = sorted((pair.first, pair.second) for pair in self.pairs)
+        if len({*self.names}) < len(self.names) or pairs != sorted(combinations(self.names, 2)):
+            raise ValueError("pairs must be every two models")
+        dtypes = set(self.base_dtypes).union(*(model.dtypes for model in self.models))
+        if unknown := dtypes - STORAGE_TYPES.keys():
+            raise ValueError(f"unknown dtype {min(unknown)!a:.80}")
+        if "" in (self.base, *(model.file for model in self.models)):
+            raise ValueError("a file's name is empty")
 
     @classmethod
     def load(cls, path: Path) -> Self:
