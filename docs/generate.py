@@ -24,7 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dare.analysis.advice import METHODS
+from dare.analysis.advice import HABITS
 from dare.analysis.readiness import RULES, STOPPING, Verdict
 from dare.cli.flags import FIELDS
 from dare.documents.charts import THEMES
@@ -254,7 +254,7 @@ def stage_table() -> str:
 
 def habits() -> str:
     """What is often recommended, as the advice knows it."""
-    rows = ((habit.applies_to, f"`{habit.method}`") for habit in METHODS)
+    rows = ((habit.applies_to, f"`{habit.method}`") for habit in HABITS)
     return _table(("for", "often recommended"), rows)
 
 

@@ -25,7 +25,7 @@ from dare.analysis.sparsity import (
     SparsityAnalysis,
     dare_merge_readiness,
 )
-from dare.analysis.tallies import Sums, share_below, with_inside
+from dare.analysis.tallies import Sums, share_below, with_inliers
 from dare.api import merge, merge_arrays
 from dare.checks.magnitudes import NO_MAGNITUDES, Magnitudes
 from dare.documents.words import times
@@ -241,7 +241,7 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
         squares = float(np.square(magnitudes, dtype=np.float64).sum())
         total = float(magnitudes.sum(dtype=np.float64))
         found = Sums(magnitudes.size, zeros, squares=squares, magnitude=total, largest=peak)
-        sums += with_inside(found, counted)
+        sums += with_inliers(found, counted)
         bins += counted
     largest, count = sums.largest, sums.elements
     if elements == 0:
@@ -259,7 +259,7 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
     )
     mean = sums.magnitude / count
     deviation = max(0.0, (sums.squares - count * mean**2) / max(count - 1, 1)) ** 0.5
-    left = sums.inside
+    left = sums.inliers
     typical = share_below(0.01 * left.largest, sums, bins) if left.outliers else below / count
     if verbose:
         print(f"natural sparsity: {below / count:.1%} of the elements are under 1 % of the largest")

@@ -6,7 +6,7 @@ from made_up import analysis, make_base, mixed, spoilt, tune
 from safetensors.numpy import load_file
 
 from dare import merge
-from dare.analysis.advice import METHODS, SMALL, advise, find_guidelines, judge
+from dare.analysis.advice import HABITS, SMALL, advise, find_guidelines, judge
 from dare.analysis.analyzing import analyze
 from dare.analysis.readiness import Verdict, assess
 from dare.analysis.results import Origin
@@ -150,7 +150,7 @@ def test_what_is_often_recommended_is_named_and_decides_nothing(
 
 @pytest.mark.parametrize("relation", ["diverse", "lora"])
 def test_there_is_a_habit_for_every_number_of_models(relation):
-    habits = [habit.models for habit in METHODS if habit.relation == relation]
+    habits = [habit.models for habit in HABITS if habit.relation == relation]
     assert all(any(least <= count <= most for least, most in habits) for count in range(2, 20))
 
 

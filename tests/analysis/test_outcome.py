@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sample
-from safetensors.numpy import save_file
 
-import dare
 from dare.analysis.results import Outcome
 from dare.documents.notices import notice
 from dare.errors import InputError
@@ -41,25 +37,3 @@ def test_tensors_that_were_not_analysed_do_not_count(subject):
     assert found.warnings == (warned[0].text,)
     with pytest.raises(InputError, match="has no whole report"):
         Outcome.of_manifest({"report": {}}, subject.analysis, output=Path("x"))
-
-
-def test_a_manifest_tells_what_the_report_told(tmp_path):
-    base = {"w": np.zeros((8, 64), np.float32)}
-    save_file(base, tmp_path / "base.safetensors")
-    save_file({"w": base["w"] + 1}, tmp_path / "math.safetensors")
-    recipe = dare.Request.of(
-        base=tmp_path / "base.safetensors",
-        models=[tmp_path / "math.safetensors"],
-        output=tmp_path / "out.safetensors",
-        method="dare+linear",
-        stages={"dare": {"drop_rate": 0.5}},
-        verbose=False,
-    )
-    report = dare.merge(recipe, backend="reference")
-    document = json.loads((tmp_path / "out.safetensors.manifest.json").read_bytes())
-    analysis = dare.analyze(
-        recipe.recipe.base, [entry.file for entry in recipe.recipe.models], verbose=False
-    )
-    outcome = Outcome.of_manifest(document, analysis, output=recipe.recipe.output)
-    assert outcome == sample.outcome_of(report, analysis)
-    assert outcome.kept == {"math": {"dare": 1 - report.models[0].drop_rate_realised}}

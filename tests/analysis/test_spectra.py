@@ -11,7 +11,7 @@ import scipy.stats
 
 from dare.analysis.analyzing import analyze_arrays
 from dare.analysis.results import Origin
-from dare.analysis.tallies import KEPT, spectrum_of, window_of
+from dare.analysis.tallies import KEPT, choose_window, spectrum_of
 from dare.checks.rank import (
     find_noise_edge,
     find_rounding,
@@ -216,7 +216,7 @@ def test_large_rows_and_columns_make_no_lora_and_hide_none(shape, factor):
 
 
 def test_windows_lie_evenly():
-    window = window_of((4096, 2048), whole=False)
+    window = choose_window((4096, 2048), whole=False)
     rows = np.concatenate([np.arange(first, first + count) for first, count in window.runs])
     assert len(rows) == len(set(rows.tolist())) == 1024
     assert len(set(window.columns.tolist())) == 256
@@ -224,5 +224,5 @@ def test_windows_lie_evenly():
     assert abs(window.columns.mean() - 1023.5) < 8
     assert rows.min() >= 0
     assert rows.max() < 4096
-    small = window_of((2000, 32), whole=False)
+    small = choose_window((2000, 32), whole=False)
     assert (sum(count for _, count in small.runs), small.columns.size) == (1024, 32)

@@ -129,36 +129,6 @@ def test_reading_chooses_the_single_model_on_validation_items(
     assert found.sets[0]["scores"]["best single"]["score"] == 60.0
 
 
-SCALES = (0.05, *(n / 10 for n in range(1, 13)), 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
-
-
-def advised(
-    world: str, name: str = "pair", *, way: str = "full", gains: Any = None, **seen: Any
-) -> dict[str, Any]:
-    """A set in which the average has 60 points, and `tsv` its gains by scale, else 5 less."""
-    gains = {"validation": {}, "test": {}} | (gains or {})
-    at = {scale: 60 + gains["test"].get(scale, -5) for scale in (0.5, 0.7, 0.8, 1.2, 1.4, 1.6, 2)}
-    scores = {f"tsv at {scale:g}": (score, 1) for scale, score in at.items()}
-    scores |= {"tsv": (60 + gains["test"].get(1.0, -5), 1), "linear": (60, 0), "base": (50, 2)}
-    scores |= {"single 0": (58, 1), "sum": (40, 3), "linear without strangers": (64, 1)}
-    scores |= {"linear tuned": (61, 1), "tsv tuned": (62, 1)}
-    entry = a_set(world, **scores)
-    tried = {"linear": {}, "tsv": gains["validation"]}
-    for method, found in tried.items():
-        usual = 0 if method == "linear" else -5
-        entry["scores"][f"{method} tuned"]["tried"] = [60 + found.get(s, usual) for s in SCALES]
-    known = {"change": 0.01, "cosine": 0.0, "left_out": []} | seen
-    return {
-        **entry,
-        **{
-            "name": f"{world}, {name}",
-            "kind": name.split(",", maxsplit=1)[0],
-            "models": [f"{way}-usual-a-0"],
-        },
-        **{"strangers": [2], "seen": known},
-    }
-
-
 def rows_of(text: str) -> dict[str, list[str]]:
     """The rows of a table, by their first cells."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -169,63 +139,10 @@ def block_of(evidence: ModuleType, name: str, *sets: dict[str, Any], **more: Any
     return str(sys.modules["tables"].BLOCKS[name](evidence.Evidence([*sets], [], [], **more)))
 
 
-GOOD = {"validation": {0.7: 1, 1.2: 4}, "test": {0.7: 1, 1.2: 3}}
-
-
 @pytest.fixture
 def choose(evidence: ModuleType) -> ModuleType:
     del evidence  # it makes the modules importable
     return sys.modules["choose"]
-
-
-def test_the_choice_is_the_largest_gain_on_validation_items(choose: ModuleType) -> None:
-    sets = [
-        *(advised("v", gains=GOOD), advised("w", gains=GOOD, change=0.008)),
-        *(advised("w", change=0.04), advised("w", cosine=0.15)),  # here tsv loses
-    ]
-    rule = choose.choose(choose.rules("narrow"), choose.choosable(sets))
-    assert rule == choose.Rule(0.01, 0.05, "tsv", 1.2)
-
-
-def test_new_sets_loras_and_those_with_strangers_have_no_part_in_it(choose: ModuleType) -> None:
-    ours = advised("v")
-    others = advised("v", is_new=True), advised("v", way="lora"), advised("v", left_out=[2])
-    assert choose.choosable([ours, *others]) == [ours]
-
-
-def test_a_fold_is_chosen_without_its_base(choose: ModuleType) -> None:
-    low = {"validation": {0.7: 9}, "test": {0.7: 6, 1.2: 2}}
-    sets = [advised("v", gains=low), advised("w", gains=GOOD)]
-    assert [(base, rule.scale) for base, rule, _ in choose.folds("narrow", sets)] == [
-        ("v", 1.2),
-        ("w", 0.7),
-    ]
-    assert choose.gains_of_folds("narrow", sets) == [("v", 2, 1), ("w", 1, 1)]
-
-
-def test_what_is_advised(choose: ModuleType) -> None:
-    assert choose.advised(advised("w")) == "tsv at 1.2"
-    for seen in ({"change": 0.021}, {"cosine": 0.1}, {"way": "lora"}):
-        assert choose.advised(advised("w", **seen)) == "linear"
-    left_out = {"change": 0.3, "left_out": [2]}
-    assert choose.advised(advised("w", **left_out)) == "linear without strangers"
-    other = {**advised("w", **left_out), "strangers": []}
-    assert choose.advised(other) == "linear without 2"
-
-
-def test_the_advice_is_counted_by_what_it_does(evidence: ModuleType) -> None:
-    sets = [
-        *(advised("v", gains=GOOD), advised("w"), advised("w", "many", change=0.3)),
-        advised("w", "stranger", change=0.3, left_out=[2]),
-    ]
-    text = block_of(evidence, "advice", *sets, advised("u", is_new=True))
-    rows = rows_of(text)
-    assert rows["`tsv`"] == ["2", "2", "1 / 0 / 1", "−1.0"]
-    assert rows["the average without some models"] == ["1", "1", "1 / 0 / 0", "+4.0"]
-    assert rows["the average of all"] == ["1", "1", "0 / 1 / 0", "+0.0"]
-    assert "w, pair (−5.0)" in text
-    new = rows_of(block_of(evidence, "advice-new", *sets, advised("u", is_new=True)))
-    assert new["**all**"] == ["1", "1", "0 / 0 / 1", "−5.0"]
 
 
 def test_dropping_helps_beyond_chance_only_after_a_correction(evidence: ModuleType) -> None:

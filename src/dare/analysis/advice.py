@@ -27,9 +27,9 @@ from dare.analysis.prediction import OUTER, exposures_of, mean_bounded_error, pr
 from dare.analysis.readiness import (
     Readiness,
     Verdict,
+    are_opposite,
     assess,
     body_of,
-    is_against,
     readiness_for,
 )
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
@@ -50,7 +50,7 @@ TEXTS: dict[str, Any] = tomllib.loads(
 LEFT_OUT = "left out"
 """The value that advice gives to a model that it does not merge."""
 # Findings whose models no setting can make fit.
-ALWAYS_OUT = ("nothing_compared", "not_finite", "unrelated", "equals_base")
+UNFIT_CODES = ("nothing_compared", "not_finite", "unrelated", "equals_base")
 
 
 def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
@@ -61,7 +61,7 @@ def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
 ANY = (0.0, math.inf)
 SMALL = SimpleNamespace(**TEXTS["small"])
 GUIDELINES = _table(TEXTS["others"]["guidelines"], parameters=ANY, steps=ANY, is_lora=False)
-METHODS = _table(TEXTS["others"]["habits"], relation="diverse", parameters=ANY)
+HABITS = _table(TEXTS["others"]["habits"], relation="diverse", parameters=ANY)
 
 
 class Evidence(StrEnum):
@@ -207,7 +207,7 @@ def advise(
     if steps is not None and steps < 1:
         raise RecipeError(f"steps = {steps}: must be at least 1")
     readiness = assess(analysis) if readiness is None else readiness
-    unfit = list(_unfit(readiness))
+    unfit = list(_left_out_models(readiness))
     out = {suggestion.model for suggestion in unfit}
     models = [model for model in analysis.models if model.name not in out]
     if not models:
@@ -233,12 +233,12 @@ def advise(
     return Advice((*settings, *unfit, *policies), recipe, tuple(doubts))
 
 
-def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
+def _left_out_models(readiness: Readiness) -> Iterator[Suggestion]:
     """Yield the models that no setting can make fit, each with the reason."""
     out: set[str] = set()
     for finding in readiness.findings:
         first, *others = [name for name in finding.subjects if name not in out] or [""]
-        if finding.code in ALWAYS_OUT:
+        if finding.code in UNFIT_CODES:
             unfit, ground = [first, *others], "left_out"
         elif finding.code in ("same_model", "multiple"):
             unfit, ground = others, finding.code
@@ -246,7 +246,7 @@ def _unfit(readiness: Readiness) -> Iterator[Suggestion]:
             continue
         for name in filter(None, unfit):
             out.add(name)
-            against = is_against(finding.figures, first, name)
+            against = are_opposite(finding.figures, first, name)
             how = "opposite to" if against else "a multiple of"
             reason = TEXTS["grounds"][ground].format(kept=first, how=how, text=finding.text)
             yield Suggestion("models", LEFT_OUT, name, reason, RULES, Evidence.STRONG)
@@ -291,7 +291,7 @@ def _is_small(models: list[ModelAnalysis], known: dict[str, float]) -> bool:
 def _doubts(
     models: list[ModelAnalysis], known: dict[str, float], method: str, steps: int | None
 ) -> list[Notice]:
-    usual = _usual(models, known["cosine"], known["parameters"], steps)
+    usual = _often_recommended(models, known["cosine"], known["parameters"], steps)
     doubts = [notice("only_data_tell"), notice("often_recommended", usual=usual)]
     outside = [
         f"{name}: {_short(known[name])}, not {_short(least)} to {_short(most)}"
@@ -309,14 +309,16 @@ def _short(value: float) -> str:
     return amount(round(value)) if value >= 1 else f"{value:.2g}"
 
 
-def _usual(models: list[ModelAnalysis], cosine: float, parameters: float, steps: int | None) -> str:
+def _often_recommended(
+    models: list[ModelAnalysis], cosine: float, parameters: float, steps: int | None
+) -> str:
     """Return what others recommend for such models, or that there is no evidence."""
     count, is_lora = len(models), all(model.origin is Origin.LORA for model in models)
     relation = "lora" if is_lora and count > 1 else "diverse"
     relation = "alike" if count == 2 and cosine >= LIMIT.alike_cosine else relation
     said = [
         f"{habit.method} for {habit.applies_to}"
-        for habit in METHODS
+        for habit in HABITS
         if habit.relation in (relation, "any") and habit.models[0] <= count <= habit.models[1]
         if habit.parameters[0] <= parameters <= habit.parameters[1]
     ]

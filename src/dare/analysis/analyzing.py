@@ -25,10 +25,10 @@ from dare.analysis.measuring import (
     PairSums,
     Tally,
     TensorSums,
-    added_magnitudes,
     find_norms,
     kind_of,
     number_layers,
+    total_magnitude,
     workspace_bytes,
 )
 from dare.analysis.prediction import OUTER
@@ -75,7 +75,7 @@ AnyPath = str | PathLike[str]
 Spectra = Literal["auto", "all", "none"]
 
 # Share of the changed matrices that must be of low rank for a model to count as a LoRA.
-NEARLY_ALL = 0.9
+LORA_SHARE = 0.9
 
 
 def analyze(
@@ -104,7 +104,7 @@ def analyze(
     sources = dict(zip(inputs.names, inputs.models, strict=True))
     plan = plan_measuring(inputs.base, sources, request, spectra)
     merged = plan.tensors if len(sources) > 1 else ()
-    return conclude(
+    return make_analysis(
         plan,
         measure(plan),
         started,
@@ -148,7 +148,7 @@ def analyze_arrays(
     )
     sources = {name: array_source(model, name) for name, model in models.items()}
     plan = plan_measuring(array_source(base, "base"), sources, request, spectra)
-    return conclude(plan, measure(plan), started, "base", list(models))
+    return make_analysis(plan, measure(plan), started, "base", list(models))
 
 
 # ---------------------------------------------------------------- before the pass
@@ -236,14 +236,14 @@ def choose_matrices(
         for tensor in tensors
         if tensor.models and len(tensor.base.shape) == 2 and min(tensor.base.shape) >= MIN_SIDE
     ]
-    fits = {s.name: tallies.bytes_of(s.base.shape) <= bytes_each for s in matrices}
+    fits = {s.name: tallies.spectrum_bytes(s.base.shape) <= bytes_each for s in matrices}
     if which == "all":
         return fits
     # LoRAs rarely change embeddings and heads, and many of their rows may be unused.
     inner = [tensor for tensor in matrices if tensor.kind not in OUTER] or matrices
 
     def cost(*, whole: bool) -> float:
-        return sum(len(s.models) * tallies.cost_of(s.base.shape, whole=whole) for s in inner)
+        return sum(len(s.models) * tallies.spectrum_cost(s.base.shape, whole=whole) for s in inner)
 
     if cost(whole=True) <= tallies.WHOLE_COST and all(fits[tensor.name] for tensor in inner):
         return {tensor.name: True for tensor in inner}
@@ -263,13 +263,13 @@ def measure(plan: MeasuringPlan, *, keeps_all: bool = False) -> Tally:
     tally, options = Tally(keeps_all=keeps_all), plan.request.options
     with show_progress(plan.bytes_read, "analysing", visible=options.verbose) as display:
         if options.cluster is None:
-            do_measuring(plan, plan.steps, tally, display.advance)
+            measure_steps(plan, plan.steps, tally, display.advance)
         else:
             _measure_on_cluster(plan, options.cluster, tally, display)
     return tally
 
 
-def do_measuring(
+def measure_steps(
     plan: MeasuringPlan, steps: Sequence[MeasuringStep], tally: Tally, progress: Progress
 ) -> None:
     """Have the plan's threads do steps."""
@@ -280,14 +280,14 @@ def do_measuring(
 def _measure_on_cluster(plan: MeasuringPlan, address: str, tally: Tally, display: Display) -> None:
     options = plan.request.options
     shapes = (plan.tensors[name].base.shape for name in plan.spectra)
-    least = workspace_bytes(plan.sources) + max(map(tallies.bytes_of, shapes), default=0)
+    least = workspace_bytes(plan.sources) + max(map(tallies.spectrum_bytes, shapes), default=0)
     limit = memory_limit(options.max_memory, least)
     display.announce(f"analysing on the cluster {address}")
     with connect(address, verbose=options.verbose) as cluster:
         cluster.size_tasks(least, limit, options.max_memory, options.threads)
         request = task_request(plan.request.recipe, options, cluster.task_memory)
         job = MeasuringJob(request, sample_inputs(plan.sources), plan.tensors, plan.spectra)
-        for _, (measured, spectra), nbytes in cluster.run(job, cut(plan)):
+        for _, (measured, spectra), nbytes in cluster.run(job, cut_into_pieces(plan)):
             for name, found in measured.items():
                 tally.keep(plan.tensors[name], found)
             tally.spectra |= spectra
@@ -313,13 +313,13 @@ class MeasuringJob(ClusterJob):
 
         def run(steps: Sequence[MeasuringStep], _common: None) -> tuple[Any, int]:
             tally, read = Tally(keeps_all=True), list[int]()
-            do_measuring(plan, steps, tally, read.append)
+            measure_steps(plan, steps, tally, read.append)
             return (tally.measured, tally.spectra), sum(read)
 
         return run
 
 
-def cut(plan: MeasuringPlan) -> Iterator[list[MeasuringStep]]:
+def cut_into_pieces(plan: MeasuringPlan) -> Iterator[list[MeasuringStep]]:
     """Cut the steps into pieces of whole tensors: sums of chunks are large."""
     piece, nbytes = list[MeasuringStep](), 0
     for _, steps in itertools.groupby(plan.steps, key=attrgetter("group")):
@@ -335,7 +335,7 @@ def cut(plan: MeasuringPlan) -> Iterator[list[MeasuringStep]]:
 # ---------------------------------------------------------------- after the pass
 
 
-def conclude(
+def make_analysis(
     plan: MeasuringPlan,
     tally: Tally,
     started: float,
@@ -427,7 +427,7 @@ def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
     if not inner:
         return Origin.UNKNOWN, None
     ranks = [rank for _, rank in inner if rank is not None]
-    if len(ranks) >= NEARLY_ALL * len(inner):
+    if len(ranks) >= LORA_SHARE * len(inner):
         return Origin.LORA, max(ranks)
     return Origin.FULL, None
 
@@ -442,7 +442,7 @@ def _pair(
 
     def overlap(found: TensorSums) -> Overlap:
         total = found.pairs.get(pair, PairSums())
-        norms = [math.sqrt(found.sums.get(each, Sums()).inside.squares) for each in pair]
+        norms = [math.sqrt(found.sums.get(each, Sums()).inliers.squares) for each in pair]
         length = norms[0] * norms[1]
         return Overlap(
             cosine=min(1.0, max(-1.0, total.dot / length)) if length else 0.0,
@@ -452,7 +452,7 @@ def _pair(
             top_overlap=2 * total.shared_top / total.tops if total.tops else 0.0,
         )
 
-    squares = whole.sums.get(pair[0], Sums()).inside.squares
+    squares = whole.sums.get(pair[0], Sums()).inliers.squares
     dot = whole.pairs.get(pair, PairSums()).dot
     overlaps = {layer: overlap(found) for layer, found in by_layer.items()}
     ratio = dot / squares if squares else 0.0
@@ -461,7 +461,7 @@ def _pair(
 
 def _cancelled(found: TensorSums) -> float:
     """Return the share of all change that is lost when the models are added up."""
-    apart = added_magnitudes(found)
+    apart = total_magnitude(found)
     return max(0.0, 1 - found.summed_magnitude / apart) if apart else 0.0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dare.analysis.advice import Advice
 from dare.analysis.prediction import exposures_of, mean_bounded_error
-from dare.analysis.readiness import chance_cancelled, lost_by_chance
+from dare.analysis.readiness import cancelled_by_chance, chance_cancelled
 from dare.analysis.results import (
     OUTSIDE,
     AnalysisData,
@@ -259,7 +259,7 @@ def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
 
 def spectra(analysis: AnalysisData) -> Figure | None:
     """Draw in how many directions the changes go."""
-    names, chosen = analysis.names, chosen_spectra(analysis)
+    names, chosen = analysis.names, choose_spectra(analysis)
     if not chosen:
         return None
     rows = [_spectrum_row(line, *each) for line, each in enumerate(chosen)]
@@ -292,7 +292,7 @@ def spectra(analysis: AnalysisData) -> Figure | None:
     return replace(figure, folded=not low_rank)
 
 
-def chosen_spectra(analysis: AnalysisData) -> list[tuple[str, str, Spectrum]]:
+def choose_spectra(analysis: AnalysisData) -> list[tuple[str, str, Spectrum]]:
     """Return model, matrix and spectrum, evenly spread over each model and not too many."""
     most = min(MOST_SPECTRA_OF_A_MODEL, max(1, MOST_SPECTRA // max(1, len(analysis.models))))
     chosen = []
@@ -345,7 +345,7 @@ def _matrix(
 
     Where there are many, only the cells have a text that are so far from chance as to be notable.
     """
-    names, field = cluster(analysis), name.removesuffix("s")
+    names, field = similar_together(analysis), name.removesuffix("s")
     rows: list[Row] = [
         {
             "model": first,
@@ -390,7 +390,7 @@ def _matrix(
     )
 
 
-def cluster(analysis: AnalysisData) -> list[str]:
+def similar_together(analysis: AnalysisData) -> list[str]:
     """Return the models' names; those that are alike or opposed stand beside each other."""
     group = {name: [name] for name in analysis.names}
     for pair in sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine)):
@@ -414,7 +414,7 @@ def cancelled(analysis: AnalysisData) -> Figure | None:
         {
             "layer": layer_name(layer),
             "cancelled": finite(by_layer[layer]),
-            "chance": finite(lost_by_chance(found)),
+            "chance": finite(cancelled_by_chance(found)),
         }
         for layer, found in sizes.items()
     ]
@@ -447,7 +447,7 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
     logarithms = {row["model"]: math.log(row["error"]) for row in curves}  # at the last rate
     errors, height = [row["error"] for row in curves], 320
     gap = min(LABEL_HEIGHT / height, 1 / len(logarithms)) * math.log(max(errors) / min(errors))
-    places = apart(logarithms, math.log(max(errors)), gap)
+    places = keep_apart(logarithms, math.log(max(errors)), gap)
     at = [{"model": name, "at": finite(math.exp(place))} for name, place in places.items()]
     x = alt.X("rate:Q", title="drop rate").scale(domain=[0, 1]).axis(tickCount=10, grid=True)
     y = alt.Y("error:Q", title="error of a layer's outputs, at most")
@@ -612,10 +612,10 @@ def _layer_axis() -> Any:
     return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
 
 
-def apart(values: Mapping[str, float], most: float, gap: float) -> dict[str, float]:
+def keep_apart(values: Mapping[str, float], most: float, gap: float) -> dict[str, float]:
     """Return values up to a bound, in the same order, no two nearer to each other than the gap.
 
-    >>> apart({"a": 1.0, "b": 1.0, "c": 9.0}, 10.0, 2.0)
+    >>> keep_apart({"a": 1.0, "b": 1.0, "c": 9.0}, 10.0, 2.0)
     {'a': 1.0, 'b': 3.0, 'c': 9.0}
     """
     places, free = {}, -math.inf

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from dare.analysis import tallies
 from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
-from dare.analysis.tallies import Additive, Sums, Window, statistics_of, with_inside
+from dare.analysis.tallies import Additive, Sums, Window, statistics_of, with_inliers
 from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
 from dare.checks.rank import UNROUNDED, find_rounding
 from dare.inputs.sources import Raw, Source, read_chunks, read_floats
@@ -55,7 +55,7 @@ CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
 MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
 
 
-def period_of(elements: int) -> int:
+def sample_period(elements: int) -> int:
     """Return the period of a sample: of so many runs of a tensor one is taken."""
     return min(1 << max(0, (elements - 1) // SAMPLE).bit_length(), CHUNK // SAMPLED)
 
@@ -81,7 +81,7 @@ class ComparedTensor:
 
     @property
     def period(self) -> int:
-        return period_of(self.base.elements)
+        return sample_period(self.base.elements)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class MeasuringPlan:
 
     def window_on(self, tensor: ComparedTensor) -> Window:
         """Return the part of a matrix whose singular values are computed."""
-        return tallies.window_of(tensor.base.shape, whole=self.spectra[tensor.name])
+        return tallies.choose_window(tensor.base.shape, whole=self.spectra[tensor.name])
 
     @cached_property
     def bytes_read(self) -> int:
@@ -291,8 +291,8 @@ class Measurer:
         self._tally = tally
         self._progress = progress
         self._stop = stop
-        self._span = span_of(plan.sources)
-        widest = widest_of(plan.sources)
+        self._span = elements_at_once(plan.sources)
+        widest = widest_itemsize(plan.sources)
         self._bytes = [np.empty(self._span * widest, np.uint8) for _ in plan.sources]
         shape = len(plan.models), tallies.WAYS, tallies.COUNTERS
         self._counters = np.zeros(shape, np.uint32)  # empty between chunks
@@ -383,10 +383,10 @@ class Measurer:
 
     def _complete(self, tensor: ComparedTensor, total: TensorSums) -> TensorSums:
         """Return a tensor's figures with those that are only known when all of it has been seen."""
-        whole = {m: with_inside(each, total.magnitudes[m]) for m, each in total.sums.items()}
+        whole = {m: with_inliers(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.pairs:
-            return replace(total, summed_magnitude=added_magnitudes(total))
+            return replace(total, summed_magnitude=total_magnitude(total))
         least = [_least_of_top(tensor, total.magnitudes[model]) for model in tensor.models]
         tops, in_both = np.zeros(len(least), np.int64), np.zeros((len(total.pairs), 2), np.int64)
         for part in self._samples(tensor, total):
@@ -399,7 +399,7 @@ class Measurer:
             found_tops = {"tops": size, "shared_top": shared, "opposed_top": shared - agreeing}
             pairs[one, other] = replace(sums, **found_tops)
         total = replace(total, pairs=pairs)
-        if any(each.inside.outliers for each in whole.values()):
+        if any(each.inliers.outliers for each in whole.values()):
             total = _without_outliers(tensor.models, total, self._samples(tensor, total))
         return replace(total, samples=())
 
@@ -442,9 +442,9 @@ def _least_of_top(tensor: ComparedTensor, magnitudes: Magnitudes) -> int:
     return max(1, place << BIN_SHIFT)
 
 
-def added_magnitudes(measured: TensorSums) -> float:
+def total_magnitude(measured: TensorSums) -> float:
     """Return ΣΣ|δ| of all models, without outliers."""
-    return sum(each.inside.magnitude for each in measured.sums.values())
+    return sum(each.inliers.magnitude for each in measured.sums.values())
 
 
 def _without_outliers(
@@ -454,11 +454,11 @@ def _without_outliers(
 
     Overwrites the outliers in the sample.
     """
-    inside = {model: each.inside for model, each in total.sums.items()}
+    inliers = {model: each.inliers for model, each in total.sums.items()}
     products, apart, together = np.zeros((len(models), len(models))), 0.0, 0.0
     for part in parts:
         for row, model in zip(part, models, strict=True):
-            row[~(np.abs(row) <= np.float32(inside[model].largest))] = 0
+            row[~(np.abs(row) <= np.float32(inliers[model].largest))] = 0
         wide = part.astype(np.float64)
         products += wide @ wide.T
         apart += float(np.abs(wide).sum())
@@ -469,9 +469,9 @@ def _without_outliers(
         left, right = models.index(one), models.index(other)
         both = lengths[left] * lengths[right]
         cosine = float(products[left, right] / both) if both else 0.0
-        length = math.sqrt(inside[one].squares) * math.sqrt(inside[other].squares)
+        length = math.sqrt(inliers[one].squares) * math.sqrt(inliers[other].squares)
         pairs[one, other] = replace(sums, dot=cosine * length)
-    summed = together / apart * added_magnitudes(total) if apart else 0.0
+    summed = together / apart * total_magnitude(total) if apart else 0.0
     return replace(total, pairs=pairs, summed_magnitude=summed)
 
 
@@ -503,19 +503,19 @@ def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
 # ---------------------------------------------------------------- memory
 
 
-def widest_of(sources: Iterable[Source]) -> int:
+def widest_itemsize(sources: Iterable[Source]) -> int:
     """Return the bytes per element of the widest storage type."""
     sizes = (info.dtype.itemsize for source in sources for info in source.tensors.values())
     return max(sizes, default=1)
 
 
-def span_of(sources: Sequence[Source]) -> int:
+def elements_at_once(sources: Sequence[Source]) -> int:
     """Return how many elements of each input are read at once: a chunk, or of many models less.
 
     There is at least one run of a sample in it.
     """
     most = max((info.elements for info in sources[0].tensors.values()), default=0)
-    span, least = CHUNK, SAMPLED * period_of(most)
+    span, least = CHUNK, SAMPLED * sample_period(most)
     while span > least and span * len(sources) > CHUNKS_HELD * CHUNK:
         span //= 2
     return span
@@ -524,6 +524,6 @@ def span_of(sources: Sequence[Source]) -> int:
 def workspace_bytes(sources: Sequence[Source]) -> int:
     """Return the bytes of one thread's buffers and its share of the tensors being measured."""
     models = len(sources) - 1
-    buffers = span_of(sources) * widest_of(sources) * len(sources)
+    buffers = elements_at_once(sources) * widest_itemsize(sources) * len(sources)
     counters = (2 * 4 + 8) * BINS * models
     return buffers + counters + 5 * SAMPLE * min(models, MODELS_HELD)

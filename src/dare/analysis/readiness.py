@@ -139,7 +139,7 @@ def assess(
         found for code in RULES for found in _find(code, [{**s, "limit": limits} for s in subjects])
     ]
     findings += (note for note in analysis.notes if note.severity is not Severity.NOTE)
-    readiness = conclude(analysis.names, findings)
+    readiness = make_readiness(analysis.names, findings)
     return readiness_for(readiness, method) if method else readiness
 
 
@@ -168,10 +168,10 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
         return not trait or any(getattr(stage, trait) for stage in stages)
 
     findings = [f if matters(f) else replace(f, severity=Severity.NOTE) for f in readiness.findings]
-    return replace(conclude(readiness.by_model, findings), method=method)
+    return replace(make_readiness(readiness.by_model, findings), method=method)
 
 
-def conclude(names: Iterable[str], findings: Iterable[Notice]) -> Readiness:
+def make_readiness(names: Iterable[str], findings: Iterable[Notice]) -> Readiness:
     """Return the verdict that findings come to, on each model and on all."""
     findings = sorted(findings, key=lambda finding: SEVEREST_FIRST.index(finding.severity))
     by_model = {
@@ -364,13 +364,13 @@ def chance_cancelled(analysis: AnalysisData) -> float:
     Compare `analysis.together.cancelled` with it: of two models of one size it is 29 %, of three
     42 %.
     """
-    return lost_by_chance([model.total.inliers.mean_magnitude for model in analysis.models])
+    return cancelled_by_chance([model.total.inliers.mean_magnitude for model in analysis.models])
 
 
-def lost_by_chance(sizes: Sequence[float]) -> float:
+def cancelled_by_chance(sizes: Sequence[float]) -> float:
     """Return the share that independent changes of these mean magnitudes lose.
 
-    >>> lost_by_chance([1.0, 1.0])
+    >>> cancelled_by_chance([1.0, 1.0])
     0.292...
     """
     return 1 - math.hypot(*sizes) / sum(sizes) if any(sizes) else 0.0
@@ -475,7 +475,7 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
     }
 
 
-def is_against(figures: Mapping[str, float], one: str, other: str) -> bool:
+def are_opposite(figures: Mapping[str, float], one: str, other: str) -> bool:
     """Tell if one of some multiples goes against another, by the ratios in a finding's figures."""
     return figures.get(f"ratio.{one}", 1.0) * figures.get(f"ratio.{other}", 1.0) < 0
 

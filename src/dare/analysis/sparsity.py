@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from dare.analysis.analyzing import conclude, measure, open_to_compare, plan_measuring
+from dare.analysis.analyzing import make_analysis, measure, open_to_compare, plan_measuring
 from dare.analysis.measuring import Tally, TensorSums
 from dare.analysis.prediction import (
     exposure_of,
@@ -207,7 +207,7 @@ class DARESparsityAnalyzer:
         plan = plan_measuring(base, {NAME: tuned}, request, selects=selects)
         tally = measure(plan, keeps_all=True)
         file = str(second) if isinstance(second, str | PathLike) else NAME
-        analysis = conclude(plan, tally, started, NAME, [file])
+        analysis = make_analysis(plan, tally, started, NAME, [file])
         if not has_base:
             analysis = replace(analysis, base_dtypes={})  # nothing was rounded from them
         return self._summarise(tally, analysis, has_base=has_base)

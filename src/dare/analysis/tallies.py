@@ -56,7 +56,7 @@ LEAST_OF_NONE = 0xFFFFFFFF  # the smallest magnitude's bits less 1, where there 
 WINDOW = (256, 1024)  # the shorter and the longer side of a window, at the most
 RUN = 16  # rows of a window that are read together
 KEPT = 64  # singular values that are kept for a look at them
-# The most that taking all matrices whole may cost (see `cost_of`), about 5 s; else windows.
+# The most that taking all matrices whole may cost (see `spectrum_cost`), about 5 s; else windows.
 WHOLE_COST = 1e11
 WINDOWS_COST = 2e10  # the most that all windows together may cost: about 1 s of one core
 
@@ -111,7 +111,7 @@ class Sums(Additive):
     smallest: float = math.inf  # the smallest magnitude above zero
     largest: float = 0.0
     base_squares: float = 0.0
-    inside: InlierSums = InlierSums()  # known when all of a tensor has been counted
+    inliers: InlierSums = InlierSums()  # known when all of a tensor has been counted
 
     @property
     def finite(self) -> int:
@@ -119,7 +119,7 @@ class Sums(Additive):
         return self.elements - self.not_finite
 
 
-def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
+def with_inliers(sums: Sums, magnitudes: Magnitudes) -> Sums:
     """Return the sums of a whole tensor, with those of its elements that are no outliers."""
     usual = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
     counts, middles = magnitudes.counts, magnitudes.middles
@@ -130,13 +130,13 @@ def with_inside(sums: Sums, magnitudes: Magnitudes) -> Sums:
         one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
         left, (used,) = (one, two, four), np.nonzero(counts[:place])
         largest = float(bin_edge(magnitudes.first + used[-1] + 1)) if used.size else 0.0
-    return replace(sums, inside=InlierSums(outliers, *left, largest))
+    return replace(sums, inliers=InlierSums(outliers, *left, largest))
 
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """Return the figures of a set from its sums."""
     mean, deviation, kurtosis = _moments(sums)
-    inside, left = sums.inside, sums.finite - sums.inside.outliers
+    inliers, left = sums.inliers, sums.finite - sums.inliers.outliers
     return Statistics(
         elements=sums.elements,
         zeros=sums.zeros,
@@ -154,12 +154,12 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
         excess_kurtosis=kurtosis,
         histogram=Histogram(*_octaves(magnitudes)),
         inliers=Inliers(
-            outliers=inside.outliers,
-            norm=math.sqrt(inside.squares),
-            mean_magnitude=inside.magnitude / left if left else 0.0,
-            largest=inside.largest,
-            negligible=share_below(NEGLIGIBLE * inside.largest, sums, magnitudes),
-            concentration=left * inside.fourths / inside.squares**2 if inside.squares else 0.0,
+            outliers=inliers.outliers,
+            norm=math.sqrt(inliers.squares),
+            mean_magnitude=inliers.magnitude / left if left else 0.0,
+            largest=inliers.largest,
+            negligible=share_below(NEGLIGIBLE * inliers.largest, sums, magnitudes),
+            concentration=left * inliers.fourths / inliers.squares**2 if inliers.squares else 0.0,
         ),
     )
 
@@ -236,13 +236,13 @@ class Window:
         return sum(count for _, count in self.runs)
 
 
-def window_of(shape: Sequence[int], *, whole: bool) -> Window:
+def choose_window(shape: Sequence[int], *, whole: bool) -> Window:
     """Return all of a matrix, or evenly spread runs of rows and evenly spread columns.
 
-    >>> window = window_of((64, 4096), whole=False)
+    >>> window = choose_window((64, 4096), whole=False)
     >>> window.runs, window.columns.size, window.columns[:3].tolist()
     (((0, 64),), 1024, [2, 6, 10])
-    >>> window_of((4096, 64), whole=False).runs[:2]
+    >>> choose_window((4096, 64), whole=False).runs[:2]
     ((24, 16), (88, 16))
     """
     rows, columns = shape
@@ -255,7 +255,7 @@ def window_of(shape: Sequence[int], *, whole: bool) -> Window:
     return Window(runs, np.array(evenly_spread(columns, width), np.intp), is_whole=False)
 
 
-def cost_of(shape: Sequence[int], *, whole: bool) -> float:
+def spectrum_cost(shape: Sequence[int], *, whole: bool) -> float:
     """Return about how long a spectrum takes, in units of 50 ps of one core of 2020."""
     short, long = sorted(shape)
     if not whole:
@@ -263,7 +263,7 @@ def cost_of(shape: Sequence[int], *, whole: bool) -> float:
     return float(short * short * long + 8 * short**3)
 
 
-def bytes_of(shape: Sequence[int]) -> int:
+def spectrum_bytes(shape: Sequence[int]) -> int:
     """Return about how much memory the spectrum of a whole matrix takes."""
     short, long = sorted(shape)
     return 20 * short * long + 4 * 8 * short * short
