@@ -9,6 +9,7 @@ from made_up import MATRIX, analysis, make_base, statistics, tune
 from dare.analysis.prediction import (
     Prediction,
     exposure_of,
+    exposures_of,
     mean_bounded_error,
     predict,
     relative_error,
@@ -136,6 +137,7 @@ def test_larger_and_more_concentrated_changes_bear_no_more(size, count, larger, 
 def test_the_exposure_of_an_analysed_tensor():
     base = make_base()
     (model,) = analysis(base, {"m": tune(base, 0.04)}).models
+    assert len(exposures_of(model)) == len(base) - 1  # without the embedding
     found = {t.name: exposure_of(t.statistics, t.shape) for t in model.tensors}[MATRIX]
     assert found.elements == 192 * 128
     assert found.relative_norm == pytest.approx(0.04, rel=1e-3)

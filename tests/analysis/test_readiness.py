@@ -350,7 +350,9 @@ def test_a_group_of_models_is_one_finding(code, models, groups):
 
 
 def test_groups_have_their_ratios_and_cosines():
-    figures = finding("multiple", MULTIPLES).figures
+    multiple = finding("multiple", MULTIPLES)
+    figures = multiple.figures
+    assert "opposite directions" in multiple.text
     assert figures["ratio.twice"] == pytest.approx(2, rel=1e-4)
     assert [figures[name] for name in ("cosine", "largest_cosine")] == pytest.approx([-1, 1])
     assert "a and b, a and c" in finding("alike", {"a": ONE, **ALIKE_TO_ONE}).text
