@@ -173,22 +173,11 @@ def test_a_model_that_is_left_out_takes_no_part():
 
 
 def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
-    document = {
-        "method": "dare+sum",
-        "models": {
-            "base_file": "base",
-            "merge_files": [
-                {"file": "math", "drop_rate": 0.5, "weight": 0.2},
-                {"file": "code", "drop_rate": 0.7},
-            ],
-        },
-    }
-    over = (
-        "drop_rate=0:0.9",
-        "weight.math=0:1",
-        "drop_rate.code=0:0.65",
-        "weight.code=0:2:layers=2",
-    )
+    own = {"drop_rate": 0.5, "weight": 0.2}
+    models = [{"file": "math", **own}, {"file": "code", "drop_rate": 0.7}]
+    document = {"method": "dare+sum", "base": "base", "models": models}
+    over = ("drop_rate=0:0.9", "weight.math=0:1", "drop_rate.code=0:0.65")
+    over += ("weight.code=0:2:layers=2",)
     given = request_from_document(document, "").recipe
     assert Space(given, dict(map(parse_over, over))).nearest() == {
         "drop_rate": pytest.approx(0.6),
@@ -199,8 +188,8 @@ def test_the_start_takes_the_mean_of_what_models_have_of_their_own():
 
 
 def test_a_candidate_has_its_settings_and_its_own_seeds():
-    models = {"base_file": "b", "merge_files": ["math", {"file": "code", "seed": 7}]}
-    given = request_from_document({"models": models}, "").recipe
+    models = ["math", {"file": "code", "seed": 7}]
+    given = request_from_document({"base": "b", "models": models}, "").recipe
     found = Space(given, dict([parse_over("drop_rate=0.5,0.9")]))
     first, second = found.candidate({"drop_rate": 0.5}), found.candidate({"drop_rate": 0.5}, 1000)
     assert (first.seeds(), second.seeds()) == ((42, 7), (1042, 1007))
@@ -238,13 +227,8 @@ def test_another_method_leaves_out_what_it_has_no_use_for_but_rules_their_own(ru
 @pytest.mark.parametrize("seed", range(20))
 def test_a_setting_by_chance_depends_on_its_seed_and_keeps_to_the_space(seed):
     optuna = pytest.importorskip("optuna")
-    found = space(
-        "method=dare+sum,sum",
-        "drop_rate=0.1:0.9",
-        "scale=0.5:2:log",
-        "weight.math=0:1:layers=3",
-        "weight.code=0:1:step=0.25",
-    )
+    weights = ("weight.math=0:1:layers=3", "weight.code=0:1:step=0.25")
+    found = space("method=dare+sum,sum", "drop_rate=0.1:0.9", "scale=0.5:2:log", *weights)
     studies = [optuna.create_study(sampler=_sampler("random", [0, seed])) for _ in range(2)]
     drawn, again = (found.suggest(study.ask()) for study in studies)
     assert drawn == again
