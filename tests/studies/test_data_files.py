@@ -185,6 +185,7 @@ CHOICE = '{"prompt": "x", "choices": ["a", "b"], "answer": "%s"}\n'
         ("t.jsonl", '{"image": "no.png", "label": 1}', ("line 1", "no.png")),
         ("t.jsonl", '{"prompt": "x", "pattern": "("}', ("line 1", "pattern")),
         ("t.jsonl", CHOICE % "a" + CHOICE % "c?", ("line 2", "'c?'", "choices")),
+        ("t.jsonl", CHOICE % "(AB)", ("line 1", "'(AB)'", "choices")),  # is not one letter
         ("t.jsonl", CHOICE.replace('"b"', '"a"') % "a", ("line 1", "two or more")),
         ("t.jsonl", CHOICE.replace('["a", "b"]', "3") % "a", ("line 1", "two or more")),
         ("t.csv", "prompt,choices,answer\nx,[a|b],a\n", ("line 2", "JSON")),

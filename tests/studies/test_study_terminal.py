@@ -76,7 +76,15 @@ def test_tasks_have_a_row_and_say_what_they_won_or_lost():
     bits = Estimate(0.9)
     tasks.append(
         TaskScores(
-            "text", 0, False, None, bits, None, bits, "sort", Difference("x", -changes[0], "worse")
+            "text",
+            0,
+            False,
+            None,
+            bits,
+            None,
+            bits,
+            "sort",
+            Difference("x", Estimate(-0.3, -0.35, -0.25), "worse"),
         )
     )
     found = replace(sample.make_conclusion(data), tasks=tuple(tasks))

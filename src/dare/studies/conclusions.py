@@ -225,15 +225,15 @@ def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[T
         objective, sign = judge.objective, directions.get(task, 1)
         if task:
             objective = Objective({task: 1.0})
-        order = sorted(singles, key=lambda e: -sign * objective.value(e.scores))
-        single = order[0].name if order else None
+        tops = max(singles, key=lambda e: sign * objective.value(e.scores), default=None)
+        single = None if tops is None else tops.name
         wanted = {n: known[n] for n in (Role.BASE, single, Role.AVERAGE) if n in known}
         places = {name: place for place, name in enumerate({**wanted, winner.name: winner})}
         table = resample([known[n] for n in places], objective, resamples=shown.resamples)
         change = None
         if single is not None and single != winner.name:
             value = table.difference(places[winner.name], places[single])
-            change = Difference(single, value, verdict(value if sign > 0 else -value))
+            change = Difference(single, value, verdict(value, sign))
         base, alone, average = (
             table.estimate(places[name]) if name in places else None
             for name in (Role.BASE, single, Role.AVERAGE)

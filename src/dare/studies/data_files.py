@@ -22,7 +22,7 @@ import re
 import string
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
@@ -350,13 +350,9 @@ def _choices(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
         if len(set(choices)) < max(2, len(choices)) or "" in choices:
             raise InputError(f"{file}: {where}: choices must be a list of two or more different")
         read.append({"prompt": str(row["prompt"]), "choices": choices})
-    readings: list[Callable[[str, list[str]], int | None]] = [_by_text, _by_index, _by_letter]
     answers = [str(row["answer"]).strip() for _, row in rows]
-    found = [
-        [reading(answer, values["choices"]) for answer, values in zip(answers, read, strict=True)]
-        for reading in readings
-    ]
-    best = min(found, key=lambda indices: indices.count(None))  # one for all rows
+    found = (_read_choice(a, values["choices"]) for a, values in zip(answers, read, strict=True))
+    best = min(zip(*found, strict=True), key=lambda indices: indices.count(None))  # for all rows
     for (where, _), answer, index, values in zip(rows, answers, best, read, strict=True):
         if index is None:
             how = "the answer must be the text of a choice, its number from 0 on, or its letter"
@@ -365,18 +361,14 @@ def _choices(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
     return read
 
 
-def _by_text(answer: str, choices: list[str]) -> int | None:
-    return choices.index(answer) if answer in choices else None
-
-
-def _by_index(answer: str, choices: list[str]) -> int | None:
-    return int(answer) if answer.isdecimal() and int(answer) < len(choices) else None
-
-
-def _by_letter(answer: str, choices: list[str]) -> int | None:
-    letters = string.ascii_uppercase[: len(choices)]
-    letter = answer.strip("().").upper()
-    return letters.index(letter) if letter and letter in letters else None
+def _read_choice(answer: str, choices: list[str]) -> tuple[int | None, ...]:
+    """Return the choice that an answer means as a text, as a number and as a letter."""
+    letter, letters = answer.strip("().").upper(), list(string.ascii_uppercase[: len(choices)])
+    return (
+        choices.index(answer) if answer in choices else None,
+        int(answer) if answer.isdecimal() and int(answer) < len(choices) else None,
+        letters.index(letter) if letter in letters else None,
+    )
 
 
 # ---------------------------------------------------------------- generated answers

@@ -297,10 +297,6 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
-    def __neg__(self) -> Estimate:
-        ends = (None if end is None else 0.0 - end for end in (self.high, self.low))  # never -0
-        return Estimate(0.0 - self.value, *ends)
-
     def interval(self, sign: str = "") -> str:
         """Return the bounds alone; empty if there are none."""
         if self.low is None or self.high is None:

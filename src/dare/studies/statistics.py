@@ -145,13 +145,16 @@ class Resampled:
         return not unknown and any(self.seeds[place] > 1 for place in places)
 
 
-def verdict(difference: Estimate) -> str:
-    """Return what a difference shows: 0 in its interval shows nothing."""
+def verdict(difference: Estimate, sign: int = 1) -> str:
+    """Return what a difference shows, where `sign` is -1 if less is better.
+
+    0 in its interval shows nothing.
+    """
     if difference.low is None or difference.high is None:
         return NOT_KNOWN
-    if difference.low > 0:
-        return BETTER
-    return WORSE if difference.high < 0 else NO_DIFFERENCE
+    if difference.low <= 0 <= difference.high:
+        return NO_DIFFERENCE
+    return BETTER if sign * difference.low > 0 else WORSE
 
 
 def resample(
