@@ -18,6 +18,7 @@ from dare.studies.results import (
     StudyData,
     TaskScores,
     Trial,
+    group_means,
 )
 from dare.studies.study import Charter
 
@@ -37,6 +38,11 @@ CHARTER = Charter(
     race=False,
     seed=0,
 )
+
+
+def of_items(items: dict[str, float], **more: float) -> Scored:
+    """Scores that are the means of groups of items, and more of them."""
+    return Scored(group_means(items) | more, items)
 
 
 def make_scored(quality: float, *, items: bool = True) -> Scored:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import study_sample as sample
+from study_sample import of_items
 
 from dare.studies.conclusions import conclude
 from dare.studies.document import holdout_text
@@ -15,14 +16,9 @@ from dare.studies.results import (
     State,
     StudyData,
     Trial,
-    group_means,
 )
 
 RECIPE = {"models": {"base_file": "base", "merge_files": ["math", "code"]}, "method": "dare+linear"}
-
-
-def of_items(items, **more) -> Scored:
-    return Scored(group_means(items) | more, items)
 
 
 def right(count: int, of: int = 100, **more) -> Scored:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from study_sample import of_items
 
 from dare.errors import InputError, RecipeError
 from dare.studies.judging import Objective
@@ -32,10 +33,6 @@ from dare.studies.statistics import (
 )
 
 MEAN = Objective()
-
-
-def of_items(items, **more) -> Scored:
-    return Scored(group_means(items) | more, items)
 
 
 def right_or_wrong(random, count: int, chance=0.5, groups: str = "ab") -> dict[str, float]:
