@@ -475,19 +475,18 @@ def test_applied_twice_and_never_applied(tmp_path):
     base, tuned = small_model()
     delta = load(tmp_path, base, tuned)
     model = copies(base)
-    with pytest.raises(InputError, match="is not applied to this model"):
-        delta.remove_(model)
-    delta.apply_(model)
-    after = contents(model)
-    with pytest.raises(InputError, match="is already applied to this model"):
+    for _ in range(2):
+        with pytest.raises(InputError, match="is not applied to this model"):
+            delta.remove_(model)
         delta.apply_(model)
-    with pytest.raises(InputError, match="is not applied to this model"):
-        delta.remove_(copies(model))
-    assert contents(model) == after
-    delta.remove_(model)
-    with pytest.raises(InputError, match="is not applied to this model"):
+        after = contents(model)
+        with pytest.raises(InputError, match="is already applied to this model"):
+            delta.apply_(model)
+        with pytest.raises(InputError, match="is not applied to this model"):
+            delta.remove_(copies(model))
+        assert contents(model) == after
         delta.remove_(model)
-    assert contents(model) == contents(base)
+        assert contents(model) == contents(base)
 
 
 def test_switching_between_fine_tunes(tmp_path):
@@ -581,50 +580,40 @@ def test_only_a_lossless_delta_needs_its_file_to_be_removed(tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", [{}, {"lossless": True}])
-def test_a_removal_that_failed_can_be_finished(tmp_path, scheme, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_failure_puts_the_base_back_and_a_removal_can_be_finished(
+    tmp_path, scheme, error, monkeypatch
+):
     base = {name: numbers(50, 1, np.float32) for name in "abcd"}
     tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
     delta = load(tmp_path, base, tuned, **scheme)
     model = copies(base)
+
+    def fails_at_c(method, call):
+        whole = getattr(delta, method)
+
+        def fail(target, *given):
+            if target.name == "c":
+                raise error
+            return whole(target, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(delta, method, fail)
+            with pytest.raises(error):
+                call(model)
+
+    fails_at_c("_put", delta.apply_)
+    assert contents(model) == contents(base)
     delta.apply_(model)
-    whole = delta._put_back
-
-    def fail_at_c(target, chunk, saved):
-        if target.name == "c":
-            raise MemoryError
-        whole(target, chunk, saved)
-
-    monkeypatch.setattr(delta, "_put_back", fail_at_c)
-    with pytest.raises(MemoryError):
-        delta.remove_(model)
-    monkeypatch.undo()
+    fails_at_c("_put_back", delta.remove_)
     delta.remove_(model)
+    assert contents(model) == contents(base)
+    with pytest.raises(ZeroDivisionError), delta.applied(model):
+        raise ZeroDivisionError
     assert contents(model) == contents(base)
 
 
 # ---------------------------------------------------------------- memory
-
-
-def test_an_interrupt_puts_the_base_back(tmp_path, monkeypatch):
-    base = {name: numbers(50, 1, np.float32) for name in "abcd"}
-    tuned = {name: numbers(50, 2, np.float32) for name in "abcd"}
-    delta = load(tmp_path, base, tuned)
-    whole = delta._put
-
-    def stop_at_c(target, chunk):
-        if target.name == "c":
-            raise KeyboardInterrupt
-        return whole(target, chunk)
-
-    monkeypatch.setattr(delta, "_put", stop_at_c)
-    model = copies(base)
-    with pytest.raises(KeyboardInterrupt):
-        delta.apply_(model)
-    assert contents(model) == contents(base)
-    monkeypatch.undo()
-    with pytest.raises(ZeroDivisionError), delta.applied(model):
-        raise ZeroDivisionError
-    assert contents(model) == contents(base)
 
 
 def memory_of(work):

@@ -16,7 +16,7 @@ import dare
 from dare.errors import InputError, MismatchError, RecipeError
 from dare.inputs import transformers_models
 from dare.lora import extract_adapter
-from dare.recipe.recipe import Recipe, Request
+from dare.recipe.recipe import Recipe
 from helpers import save
 
 with quiet():
@@ -221,13 +221,22 @@ def test_what_nobody_knows_is_refused(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- the other way round
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
 @pytest.mark.parametrize(
     ("architecture", "targets"),
     [
-        ("ViTForImageClassification", ["q_proj", "fc1"]),
-        ("LlavaForConditionalGeneration", ["q_proj", "linear_1"]),
-        ("Qwen2VLForConditionalGeneration", ["q_proj", "qkv"]),
-        ("LlamaForCausalLM", ["q_proj"]),
+        ("ViTForImageClassification", {"target_modules": ["q_proj", "fc1"]}),
+        ("LlavaForConditionalGeneration", {"target_modules": ["q_proj", "linear_1"]}),
+        ("Qwen2VLForConditionalGeneration", {"target_modules": ["q_proj", "qkv"]}),
+        ("LlamaForCausalLM", {"target_modules": ["q_proj"]}),
+        # experts that the files have one by one, and parts of what they have packed
+        ("MixtralForCausalLM", {"target_parameters": EXPERTS}),
+        ("Qwen3MoeForCausalLM", {"target_parameters": EXPERTS[:1]}),
+        ("DeepseekV3ForCausalLM", {"target_parameters": EXPERTS[1:]}),
+        ("NomicBertForMaskedLM", {"target_modules": ["q_proj", "v_proj", "o_proj"]}),
+        ("HrmTextForCausalLM", {"target_modules": ["k_proj", "up_proj"]}),
     ],
 )
 def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
@@ -235,21 +244,16 @@ def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
 ):
     base, inputs = build(architecture)
     save_all(tmp_path, base=base)
-    train(tmp_path / "lora", copy.deepcopy(base), 1, target_modules=targets, r=2)
-    recipe = Request.of(
-        base=tmp_path / "base",
-        models=[tmp_path / "lora"],
-        output=tmp_path / "out",
-        method="linear",
-        verbose=False,
-    )
-    dare.merge(recipe)
+    config = {"target_modules": [], "r": 2, **targets}
+    train(tmp_path / "lora", copy.deepcopy(base), 1, **config)
+    given = {"base": tmp_path / "base", "models": [tmp_path / "lora"], "output": tmp_path / "out"}
+    dare.merge(**given, method="linear", verbose=False)
     with quiet():
         merged, info = type(base).from_pretrained(tmp_path / "out", output_loading_info=True)
-        expected = peft.PeftModel.from_pretrained(base, tmp_path / "lora").merge_and_unload()
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "lora")
     assert not any(info.values())
     with torch.no_grad():
-        found, wanted = (model.eval()(**inputs).logits for model in (merged, expected))
+        found, wanted = (model.eval()(**inputs)[0] for model in (merged, expected))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 

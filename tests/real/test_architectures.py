@@ -4,7 +4,6 @@ import copy
 import math
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -22,7 +21,6 @@ transformers.logging.disable_progress_bar()
 DROP_RATE, KEEP_RATIO, SEED = 0.5, 0.4, 42
 TOLERANCE = 2e-5  # of the largest logit
 WEIGHTS = "model.safetensors"
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def dare_linear(name, base, models):
@@ -212,38 +210,3 @@ def test_experts_that_cannot_be_fused_are_never_left_out(tmp_path, damage):
         MismatchError, match=r"base stores experts fused .* one by one .* save both"
     ):
         dare.plan(request(tmp_path, "out", "base", "one", **allowed))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "targets"),
-    [
-        ("MixtralForCausalLM", {"target_parameters": EXPERTS}),
-        ("Qwen3MoeForCausalLM", {"target_parameters": EXPERTS[:1]}),
-        ("DeepseekV3ForCausalLM", {"target_parameters": EXPERTS[1:]}),
-        ("NomicBertForMaskedLM", {"target_modules": ["q_proj", "v_proj", "o_proj"]}),
-        ("HrmTextForCausalLM", {"target_modules": ["k_proj", "up_proj"]}),
-    ],
-)
-def test_an_adapter_of_the_loaded_model_is_merged_into_the_stored_one(
-    tmp_path, architecture, targets
-):
-    """Of experts that the files have one by one, and of parts of what they have packed."""
-    base, inputs = build(architecture)
-    base.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(r=2, lora_alpha=4, **{"target_modules": [], **targets})
-    adapted = peft.get_peft_model(base, config).eval()
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.3)
-        wanted = adapted(**inputs)[0]
-    adapted.save_pretrained(tmp_path / "lora")
-    dare.merge(request(tmp_path, "out", "base", "lora", method="linear"))
-    before, _ = build(architecture)
-    merged, info = type(before).from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
-    with torch.no_grad():
-        found, unchanged = (model.eval()(**inputs)[0] for model in (merged, before))
-    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-    assert (unchanged - wanted).abs().max() > 100 * TOLERANCE * wanted.abs().max()

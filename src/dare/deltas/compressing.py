@@ -264,7 +264,7 @@ class Compression(Work[DeltaReport]):
         }
 
     def _assemble(self, records: Records) -> DeltaNotes:
-        """Put the pieces into their places; return what stands in the header, but for its check."""
+        """Put the pieces into their places; return the notes of the header, but for their check."""
         notes = self.describe(records)
         described: list[Described] = []
         pieces: dict[str, list[tuple[int, int] | bytes]] = defaultdict(list)
@@ -386,16 +386,18 @@ def _plan_lossy(
         rates = {**dict.fromkeys(sorted(embeddings), embedding_drop_rate), **rates}
     files = _files_beside(*inputs.folders)
     rules = tuple(
-        TensorRule(match=pattern, settings=_setting(rate)) for pattern, rate in rates.items()
+        TensorRule(match=pattern, settings={"drop_rate": check_drop_rate(rate)})
+        for pattern, rate in rates.items()
     )
-    stages = {stage.name: _setting(scheme.drop_rate)}
+    stages = {stage.name: {"drop_rate": scheme.drop_rate}}
     method = f"{stage.name}+{recipe.method}"
     recipe = recipe.changed(tensors=rules, method=method, stages=stages)
     whole = plan_inputs(recipe, inputs, asked.options)
     held = [t for t in whole.tensors if t.fate in (Fate.MERGED, Fate.COPIED)]
-    coded = [t for t in held if t.tied_to is None and t.name in model.tensors]
-    tied = [t for t in held if t.tied_to is not None and t.name in model.tensors]
-    plan = _with_notices(replace(whole, tensors=tuple(coded)))
+    held = [t for t in held if t.name in model.tensors]
+    coded = [t for t in held if t.tied_to is None]
+    tied = [t for t in held if t.tied_to is not None]
+    plan = _with_warnings(replace(whole, tensors=tuple(coded)))
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _kept_tensor(t, model, records[t.key]) for t in (*coded, *tied)}
@@ -413,8 +415,8 @@ def _plan_lossy(
     return Compression(target, plan, partial(Packer, scheme), describe, settings, files)
 
 
-def _with_notices(plan: Plan) -> Plan:
-    """The plan with what is amiss, and a word if the change had better be kept as a LoRA."""
+def _with_warnings(plan: Plan) -> Plan:
+    """Return the plan with warnings from a sample, and advice where a LoRA can hold the change."""
     sample = sample_models(plan, finds_rank=True)
     notices = [found for found in sample.notices if found.code != "low_rank"]
     (rank,), (entry,) = sample.low_ranks, plan.recipe.models
@@ -424,10 +426,6 @@ def _with_notices(plan: Plan) -> Plan:
         extract = shlex.join([*command, "--rank", str(rank)])
         notices.append(notice("fits_lora", str(entry.file), rank=rank, command=extract))
     return replace(plan, warnings=(*plan.warnings, *notices))
-
-
-def _setting(drop_rate: float) -> dict[str, float]:
-    return {"drop_rate": check_drop_rate(drop_rate)}
 
 
 def _check_model(path: Path, model: Source) -> None:
@@ -470,13 +468,13 @@ def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
         recipe, model, (matched,), ("base",), tuple(tensors), (), (), None, notes, options=options
     )
     files = {
-        file.name: _described("header", _read_header(file, header.data_start))
+        file.name: _store_file("header", _read_header(file, header.data_start))
         for file, header in model.headers.items()
     }
     folders = [path if path.is_dir() else None for path in places]
     files |= _files_beside(*folders)
     if folders[1] is not None and (index := folders[1] / INDEX_NAME).exists():
-        files[INDEX_NAME] = _described("whole", read_limited(index, MAX_INDEX_BYTES))
+        files[INDEX_NAME] = _store_file("whole", read_limited(index, MAX_INDEX_BYTES))
 
     def describe(records: Records) -> DeltaNotes:
         stored = {t.name: _coded_tensor(t, matched, records[t.name]) for t in tensors}
@@ -501,7 +499,7 @@ def _open_files(path: Path) -> FileSource:
 
 
 def _copied(info: TensorInfo, base: Source) -> TensorPlan:
-    """A tensor of the model, and the base's where that is of the same type and shape."""
+    """Plan a tensor of the model, with the base's where that is of the same type and shape."""
     other = base.tensors.get(info.name)
     is_like = other is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
     models = (0,) if is_like else ()
@@ -525,7 +523,7 @@ def _coded_tensor(tensor: TensorPlan, base: Source, records: Sequence[Record]) -
 
 
 def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[StoredFile, bytes]]:
-    """Configuration and tokenizer of a model, and which of them are as in the base."""
+    """Return the model's other files, such as its tokenizer; those as in the base hold no bytes."""
     files: dict[str, tuple[StoredFile, bytes]] = {}
     if model is None:
         return files
@@ -535,14 +533,14 @@ def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[Stor
         content = read_limited(model / name, MAX_FILE_BYTES)
         other = base / name if base else None
         has_same = other and other.is_file() and read_limited(other, MAX_FILE_BYTES) == content
-        files[name] = _described("base" if has_same else "whole", content)
+        files[name] = _store_file("base" if has_same else "whole", content)
     return files
 
 
-def _described(
+def _store_file(
     kind: Literal["header", "whole", "base"], content: bytes
 ) -> tuple[StoredFile, bytes]:
-    """The description of a file, and the stored bytes."""
+    """Return the description of a file, and its stored bytes."""
     coded = b"" if kind == "base" else pack(np.frombuffer(content, np.uint8), None, 1)
     digest = None if kind == "base" else bytes_digest(coded)
     file = StoredFile(kind=kind, size=len(content), digest=bytes_digest(content), coded=digest)

@@ -4,7 +4,7 @@
     math.apply_(model)     # now it is the fine-tune
     math.remove_(model)    # now it is the base again, bit for bit
 
-A random delta keeps the base's values of the touched elements in memory while it is applied: at a
+A random delta keeps the base's values of the changed elements in memory while it is applied: at a
 drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model was coded as a
 difference, which is read again and subtracted as whole numbers, exactly.
 
@@ -91,18 +91,18 @@ class LiveDelta:
                 raise InputError(f"{self.path}: {already}")
             targets = self._find_targets(model)
             self._check_is_base(targets)
-            touched = [
+            changed = [
                 (target, chunk)
                 for target in targets
                 for chunk, piece in enumerate(self._file.pieces[target.tensor])
                 if piece.kept != AS_IN_BASE
             ]
             try:
-                _on_all_cores(put, touched)
+                _on_all_cores(put, changed)
                 self._check_is_tuned(targets, written)
                 self._applied[id(model)] = _reference(model), written
             except BaseException:
-                _on_all_cores(put_back, [(t, n) for t, n in touched if (t.name, n) in written])
+                _on_all_cores(put_back, [(t, n) for t, n in changed if (t.name, n) in written])
                 raise
 
     def remove_(self, model: Any) -> None:
@@ -151,7 +151,7 @@ class LiveDelta:
         lacking = []
         for name, tensor in self.notes.tensors.items():
             owner = tensor.tied_to or name
-            if self._is_touched(owner) and tensor.base is None:
+            if self._is_changed(owner) and tensor.base is None:
                 lacking.append(name)
             found = names.get(tensor.base_name or name)
             if found is None or not tensor.elements:
@@ -159,26 +159,26 @@ class LiveDelta:
             seen.add(owner)
             target = LiveTensor(found, owner, *memory_of(arrays[found], found))
             other = targets.setdefault(place_of(arrays[found]), target)
-            if other.tensor != owner and not self._are_one(other.tensor, owner):
+            if other.tensor != owner and not self._ask_for_the_same(other.tensor, owner):
                 both = f"{other.tensor} and {owner} are one tensor in the model"
                 raise InputError(f"{self.path}: {both} and two in the delta file; untie them")
         if lacking:
             absent = f"{some_of(lacking)} of that shape and type"
             raise InputError(f"{self.path}: the base has no {absent}; use `dare apply`")
         unseen = [name for name in self._file.pieces if name not in seen]
-        if missing := list(filter(self._is_touched, unseen)):
+        if missing := list(filter(self._is_changed, unseen)):
             remedy = f"give the base (digest {self.notes.base})"
             raise InputError(f"{self.path}: the model has no {some_of(missing)}; {remedy}")
-        changed = {target.name for target in targets.values() if self._is_touched(target.tensor)}
+        changed = {target.name for target in targets.values() if self._is_changed(target.tensor)}
         check_apart(arrays, changed)
         return list(targets.values())
 
-    def _is_touched(self, name: str) -> bool:
+    def _is_changed(self, name: str) -> bool:
         return any(piece.kept != AS_IN_BASE for piece in self._file.pieces[name])
 
-    def _are_one(self, first: str, second: str) -> bool:
+    def _ask_for_the_same(self, first: str, second: str) -> bool:
         """Tell whether two stored tensors ask for the same."""
-        if not self._is_touched(first) and not self._is_touched(second):
+        if not self._is_changed(first) and not self._is_changed(second):
             return True
         one, other = (self.notes.tensors[name] for name in (first, second))
         is_same = (one.base, one.model) == (other.base, other.model)
@@ -204,11 +204,11 @@ class LiveDelta:
 
     def _check_is_tuned(self, targets: list[LiveTensor], written: _Written) -> None:
         """Refuse a model that is not what was written into it, or not the fine-tune if lossless."""
-        touched = [target for target in targets if self._is_touched(target.tensor)]
-        digests = _digests(touched)
+        changed = [target for target in targets if self._is_changed(target.tensor)]
+        digests = _digests(changed)
         wrong = {name for (name, chunk), w in written.items() if digests[name][chunk] != w.digest}
         if self.notes.scheme == "lossless":
-            for target in touched:
+            for target in changed:
                 if tensor_digest(digests[target.name]) != self.notes.tensors[target.tensor].model:
                     wrong.add(target.name)
         if wrong:
@@ -224,7 +224,7 @@ class LiveDelta:
             before = written[name, chunk]
             if name not in targets or targets[name].digest(chunk) != before.digest:
                 return False
-            if before.saved is None:
+            if before.replaced is None:
                 self._file.read_parts(targets[name].tensor, chunk)  # to see that it can be read
             return True
 
@@ -237,7 +237,7 @@ class LiveDelta:
 
     # ------------------------------------------------------------ chunks
 
-    def _put(self, target: LiveTensor, chunk: int) -> Saved:
+    def _put(self, target: LiveTensor, chunk: int) -> WrittenChunk:
         """Write the fine-tune's elements of a chunk over the base's, and keep what removes them."""
         parts = self._file.read_parts(target.tensor, chunk)
         raw = target.read(chunk)
@@ -245,15 +245,15 @@ class LiveDelta:
             (blob,) = parts
             model = np.empty_like(raw)
             self._file.uncode(target.tensor, blob, raw, model)
-            saved = None if not blob.size or blob[0] == DIFFERENCE else raw.copy()
+            replaced = None if not blob.size or blob[0] == DIFFERENCE else raw.copy()
             raw[:] = model
         else:
-            saved = self._put_kept(target, chunk, parts, raw)
+            replaced = self._put_kept(target, chunk, parts, raw)
         target.write(chunk, raw)
-        return Saved(saved, bytes_digest(raw.view(np.uint8).data))
+        return WrittenChunk(replaced, bytes_digest(raw.view(np.uint8).data))
 
     def _put_kept(self, target: LiveTensor, chunk: int, parts: list[Raw], raw: Raw) -> Raw:
-        """Do what a merge of this one model does; return the base's elements that were touched."""
+        """Do what a merge of this one model does; return the base's elements that were changed."""
         name = target.tensor
         tensor, kept = self.notes.tensors[name], self._file.pieces[name][chunk].kept
         lanes = self._file.lanes(name, chunk)
@@ -270,13 +270,13 @@ class LiveDelta:
             run.apply_packed(raw, change, True, lanes, factor, raw, saved)
         return saved
 
-    def _put_back(self, target: LiveTensor, chunk: int, saved: Saved) -> None:
+    def _put_back(self, target: LiveTensor, chunk: int, written: WrittenChunk) -> None:
         """Write the base's elements of a chunk over the fine-tune's."""
         raw, name = target.read(chunk), target.tensor
         if self.notes.scheme != "lossless":
-            kernels.load("cpu").expand(saved.saved, self._file.lanes(name, chunk), raw)
-        elif saved.saved is not None:
-            raw[:] = saved.saved
+            kernels.load("cpu").expand(written.replaced, self._file.lanes(name, chunk), raw)
+        elif written.replaced is not None:
+            raw[:] = written.replaced
         else:
             (blob,) = self._file.read_parts(name, chunk)
             change = np.empty_like(raw)
@@ -286,14 +286,14 @@ class LiveDelta:
         target.write(chunk, raw)
 
 
-class Saved(NamedTuple):
+class WrittenChunk(NamedTuple):
     """A chunk that was written, and the data that undo it."""
 
-    saved: Raw | None  # the base's elements that were touched; None if a difference is coded
+    replaced: Raw | None  # the base's elements that were changed; None if a difference is coded
     digest: str  # the digest of the whole chunk after writing
 
 
-_Written = dict[tuple[str, int], Saved]  # by the model's name of a tensor, and chunk
+_Written = dict[tuple[str, int], WrittenChunk]  # by the model's name of a tensor, and chunk
 
 
 def _difference(target: LiveTensor, tensor: StoredTensor) -> str:

@@ -78,7 +78,7 @@ def _put(
     count: int,
     sums: Sequence[float] = (),
 ) -> Record:
-    """Put the parts of a packed chunk away."""
+    """Append the parts of a packed chunk to the file of pieces; return its record."""
     data = np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)])
     return Record(
         tensor=chunk.tensor.name,

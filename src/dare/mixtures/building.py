@@ -96,7 +96,7 @@ def moe(
     return run(plan_mixture(mixture, options), overwrite=overwrite, resume=resume)
 
 
-def plan_mixture(mixture: Mixture, options: RunOptions) -> Mix:
+def plan_mixture(mixture: Mixture, options: RunOptions) -> MixtureMerge:
     """Open the models, make the gates, and plan how all is written."""
     if mixture.output is None or not is_directory_target(mixture.output):
         raise RecipeError("output: a mixture needs a config.json; name a directory (--output PATH)")
@@ -124,7 +124,7 @@ def plan_mixture(mixture: Mixture, options: RunOptions) -> Mix:
     alone = Inputs((), inputs.folders[:1], Aligned(source, ()), inputs.notes, changes)
     planned = plan_inputs(recipe, alone, options)
     warnings = (*planned.warnings, *_warnings(mixture, name, gates))
-    return Mix(replace(planned, warnings=warnings), mixture, name)
+    return MixtureMerge(replace(planned, warnings=warnings), mixture, name)
 
 
 # ---------------------------------------------------------------- architectures
@@ -191,8 +191,8 @@ def _stack(
     base, named = inputs.base, list(zip(inputs.names, inputs.models, strict=True))
     parts = {name: match.groups() for name in base.tensors if (match := _PART.fullmatch(name))}
     problems = [] if parts else [f"{mixture.base}: has no tensors such as mlp.up_proj.weight"]
-    odd = (name for name in base.tensors if _is_odd(name, layout["biases"]))
-    problems += [f"{name}: is not supported by this architecture" for name in odd]
+    unsupported = (name for name in base.tensors if _is_unsupported(name, layout["biases"]))
+    problems += [f"{name}: is not supported by this architecture" for name in unsupported]
     problems += [str(m) for name in parts for m in fit_tensor(base.tensors[name], named).misfits]
     problems += [str(extra) for extra in find_extras(base, named) if ".mlp." in extra.tensor]
     if problems:
@@ -226,7 +226,7 @@ def _stack(
     return StackedSource(tensors, inputs.folders[0], ties=base.ties, tied=base.tied), gates
 
 
-def _is_odd(name: str, biases: str) -> bool:
+def _is_unsupported(name: str, biases: str) -> bool:
     """Tell if an architecture has no place for a tensor of the base."""
     bias = _BIAS.fullmatch(name)
     return bias[1] not in biases if bias else ".mlp." in name and not _PART.fullmatch(name)
@@ -410,7 +410,7 @@ class MixtureReport(Report):
         )
 
 
-class Mix(Merge):
+class MixtureMerge(Merge):
     """A mixture, written by the engine as a merge without models."""
 
     verb = "mixing"
