@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, get_overloads, overload
@@ -142,8 +142,9 @@ def dare_drop(
     """
     stages = _checked({"dare": {"drop_rate": drop_rate, "rescale": rescale}})
     deltas = named_arrays(task_vector, "task_vector")
+    zeros = {name: _as_original(array, name, None) for name, array in deltas.items()}
     dropped, report = merge_arrays(
-        _zeros(deltas), [deltas], method="dare+sum", stages=stages, seed=_seed(seed), verbose=False
+        zeros, [deltas], method="dare+sum", stages=stages, seed=_seed(seed), verbose=False
     )
     for notice in report.warnings:
         if notice.code not in BESIDE_A_BASE:
@@ -408,10 +409,6 @@ def _merge(
     base: Arrays, models: Sequence[Arrays], method: str, seed: int, **stages: dict[str, Any]
 ) -> dict[str, Any]:
     return merge_arrays(base, models, method=method, stages=_checked(stages), seed=seed)[0]
-
-
-def _zeros(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _as_original(array, name, None) for name, array in arrays.items()}
 
 
 def _checked(stages: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

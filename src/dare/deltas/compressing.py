@@ -14,7 +14,7 @@ import math
 import shlex
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -215,23 +215,8 @@ class Compression(Work[DeltaReport]):
         return self.execute(make_coder=self.make_coder)
 
     def conclude(self, records: Sequence[Record]) -> Receipt[DeltaReport]:
-        plan = self.plan
         notes = self._assemble(group_by_tensor(records))
-        # a lossless file is planned from the model's side
-        model = plan.base if notes.scheme == "lossless" else plan.models[0]
-        report = _make_report(
-            notes,
-            records,
-            output=self.target,
-            bytes_read=plan.cost.bytes_read,
-            bytes_written=self._sink.size,
-            model_bytes=sum(file.stat().st_size for file in model.files),
-            resumed_chunks=len(self.output.resumed),
-            seconds=self.seconds,
-            notes=plan.notes,
-            warnings=(*plan.warnings, *self.noticed),
-        )
-        report = replace(report, warnings=(*report.warnings, *_size_and_error(report)))
+        report = self._report(notes, records)
         ((name, (unchecked, _)),) = self._sink.layout.build(_metadata(notes)).items()
         checked = replace(notes, check=bytes_digest(unchecked))
         return Receipt(report, {name: _metadata(checked)}, self._manifest(notes, report))
@@ -240,6 +225,42 @@ class Compression(Work[DeltaReport]):
         del problems
         warn(self.plan, [found for found in report.warnings if found not in self.noticed])
         return report
+
+    def _report(self, notes: DeltaNotes, records: Sequence[Record]) -> DeltaReport:
+        """Add the figures of all chunks up."""
+        plan, is_lossless, size = self.plan, notes.scheme == "lossless", self._sink.size
+        model = plan.base if is_lossless else plan.models[0]  # see _plan_lossless
+        model_bytes = sum(file.stat().st_size for file in model.files)
+        columns = zip(*(record.sums for record in records if record.sums), strict=True)
+        change, error, weights = [math.fsum(column) for column in columns] or (0.0, 0.0, 0.0)
+        weight_error = _root(error, weights)
+        parameters = sum(tensor.elements for tensor in notes.tensors.values() if not tensor.tied_to)
+        warnings = [*plan.warnings, *self.noticed]
+        if size > model_bytes:
+            sizes = {"size": show_size(size), "model_size": show_size(model_bytes)}
+            warnings.append(notice("not_smaller", **sizes))
+        if weight_error > LIMIT.delta_file_error:
+            warnings.append(notice("lossy", error=weight_error))
+        return DeltaReport(
+            output=self.target,
+            scheme=notes.scheme,
+            bits=notes.bits,
+            drop_rate=notes.drop_rate,
+            seed=notes.seed,
+            parameters=parameters,
+            kept=0 if is_lossless else sum(max(0, record.piece[2]) for record in records),
+            model_bytes=model_bytes,
+            bytes_written=size,
+            bits_per_parameter=8 * size / max(1, parameters),
+            ratio=model_bytes / size,
+            relative_error=_root(error, change),
+            weight_error=weight_error,
+            bytes_read=plan.cost.bytes_read,
+            resumed_chunks=len(self.output.resumed),
+            seconds=self.seconds,
+            notes=plan.notes,
+            warnings=tuple(warnings),
+        )
 
     def _manifest(self, notes: DeltaNotes, report: DeltaReport) -> dict[str, Any]:
         recipe, target = self.plan.recipe, self.target
@@ -302,48 +323,10 @@ def _metadata(notes: DeltaNotes) -> dict[str, str]:
     return {"format": "pt", KEY: notes.to_json()}
 
 
-def _make_report(
-    header: DeltaNotes,
-    records: Sequence[Record],
-    *,
-    model_bytes: int,
-    bytes_written: int,
-    **circumstances: Any,
-) -> DeltaReport:
-    """Add the figures of all chunks up."""
-    sums = [math.fsum(column) for column in zip(*(r.sums for r in records if r.sums), strict=True)]
-    change, error, weights = sums or (0.0, 0.0, 0.0)
-    parameters = sum(tensor.elements for tensor in header.tensors.values() if not tensor.tied_to)
-    is_lossless = header.scheme == "lossless"
-    return DeltaReport(
-        scheme=header.scheme,
-        bits=header.bits,
-        drop_rate=header.drop_rate,
-        seed=header.seed,
-        parameters=parameters,
-        kept=0 if is_lossless else sum(max(0, record.piece[2]) for record in records),
-        model_bytes=model_bytes,
-        bytes_written=bytes_written,
-        bits_per_parameter=8 * bytes_written / max(1, parameters),
-        ratio=model_bytes / bytes_written,
-        relative_error=_root(error, change),
-        weight_error=_root(error, weights),
-        **circumstances,
-    )
-
-
 def _root(part: float, whole: float) -> float:
     if part <= 0:  # below 0 by rounding, if next to nothing is dropped
         return 0.0
     return math.sqrt(part / whole) if whole > 0 else math.inf
-
-
-def _size_and_error(report: DeltaReport) -> Iterator[Notice]:
-    if report.bytes_written > report.model_bytes:
-        size, model_size = map(show_size, (report.bytes_written, report.model_bytes))
-        yield notice("not_smaller", size=size, model_size=model_size)
-    if report.weight_error > LIMIT.delta_file_error:
-        yield notice("lossy", error=report.weight_error)
 
 
 def _make_notes(

@@ -293,14 +293,20 @@ def make_gates(
 ) -> Floats:
     """Return the gates by layer, expert and position; `names` are those of their tensors."""
     if mixture.gates in RANDOM:
-        draw = draw_normal if mixture.gates == "random" else draw_uniform
-        size = len(mixture.gated) * width
-        drawn = np.stack([draw(mixture.seed, name, 0, size, width) for name in names])
-        return drawn.reshape(len(names), -1, width)
-    make_embed = _sum_embeddings if mixture.gates == "cheap_embed" else _average_states
+        size, seed = len(mixture.gated) * width, mixture.seed
+        drawn = [
+            draw_normal(seed, name, 0, size)
+            if mixture.gates == "random"
+            else draw_uniform(seed, name, 0, size, width)
+            for name in names
+        ]
+        return np.stack(drawn).reshape(len(names), -1, width)
     gates = []
     with hold_open([base]):
-        embed = make_embed(mixture, base, folder)
+        if mixture.gates == "cheap_embed":
+            embed = _sum_embeddings(base, folder)
+        else:
+            embed = _average_states(folder, of_all_tokens=mixture.gates == "hidden_avg")
         for expert in mixture.gated:
             vectors = embed(expert.prompts)
             if expert.negative_prompts:
@@ -328,7 +334,7 @@ def draw_uniform(seed: int, name: str, start: int, count: int, width: int) -> Fl
     return np.asarray(drawn / sqrt(width), np.float32)
 
 
-def draw_normal(seed: int, name: str, start: int, count: int, _width: int = 1) -> Floats:
+def draw_normal(seed: int, name: str, start: int, count: int) -> Floats:
     """Draw numbers of mean 0 and deviation 1: sums of eight uniform ones, nearly normal.
 
     Unlike logarithms and cosines, sums are the same on every machine.
@@ -338,7 +344,7 @@ def draw_normal(seed: int, name: str, start: int, count: int, _width: int = 1) -
     return np.asarray((total - 4.0 * 65535) / sqrt(8 * (65536**2 - 1) / 12), np.float32)
 
 
-def _sum_embeddings(_mixture: Mixture, base: Source, folder: Path) -> Callable[..., Vectors]:
+def _sum_embeddings(base: Source, folder: Path) -> Callable[..., Vectors]:
     """Add up the embeddings of all tokens of the prompts, for all layers the same."""
     rows, width = base.tensors[EMBEDDING].shape
 
@@ -353,7 +359,7 @@ def _sum_embeddings(_mixture: Mixture, base: Source, folder: Path) -> Callable[.
     return embed
 
 
-def _average_states(mixture: Mixture, _base: Source, folder: Path) -> Callable[..., Vectors]:
+def _average_states(folder: Path, *, of_all_tokens: bool) -> Callable[..., Vectors]:
     """Average over the prompts what enters each layer: at the last token, or the mean of all."""
     model = load_live(folder)
 
@@ -361,7 +367,7 @@ def _average_states(mixture: Mixture, _base: Source, folder: Path) -> Callable[.
         tokens = sys.modules["torch"].tensor([ids], device=model.device)
         states = model(tokens, output_hidden_states=True).hidden_states[:-1]
         entering: Any = np.stack([state[0].double().cpu().numpy() for state in states])
-        return np.array(entering.mean(1) if mixture.gates == "hidden_avg" else entering[:, -1])
+        return np.array(entering.mean(1) if of_all_tokens else entering[:, -1])
 
     return lambda prompts: np.mean([of_prompt(ids) for ids in _tokenized(folder, prompts)], axis=0)
 
