@@ -237,8 +237,8 @@ class Compression(Work[DeltaReport]):
         parameters = sum(tensor.elements for tensor in notes.tensors.values() if not tensor.tied_to)
         warnings = [*plan.warnings, *self.noticed]
         if size > model_bytes:
-            sizes = {"size": show_size(size), "model_size": show_size(model_bytes)}
-            warnings.append(notice("not_smaller", **sizes))
+            shown = show_size(size), show_size(model_bytes)
+            warnings.append(notice("not_smaller", size=shown[0], model_size=shown[1]))
         if weight_error > LIMIT.delta_file_error:
             warnings.append(notice("lossy", error=weight_error))
         return DeltaReport(
