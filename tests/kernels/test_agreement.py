@@ -557,3 +557,49 @@ def test_dropping_by_rank(kind, columns, group, dropped, rates, is_even, seed):
         )
         results.append((without_nan_payload(found).tobytes(), kept.tobytes()))
     assert results[0] == results[1]
+
+
+@given(
+    arrays.arrays(np.float32, (2, 40), elements=st.floats(-8, 8, width=32)),
+    st.integers(0, 30),
+    st.integers(1, 50),
+    st.booleans(),
+)
+def test_products_by_row_or_column(pair, first, columns, by_column):
+    found = []
+    for kernels in (reference, core):
+        sums = np.full(80, 0.1)
+        kernels.add_products(pair[0], pair[1], first, columns, by_column, sums)
+        found.append(sums.tobytes())
+    assert found[0] == found[1]
+
+
+@given(
+    st.integers(0, 70).flatmap(lambda n: st.tuples(any_floats(n), any_floats(n))),
+    st.floats(0.1, 10),
+    st.floats(1e-30, 1e30),
+    st.integers(1, 40),
+    st.floats(0, 1),
+)
+def test_scores_of_a_competition(case, factor, peak, models, floor):
+    values, total = case
+    found = []
+    for kernels in (reference, core):
+        whole, out = np.empty((2, values.size), np.float32)
+        kernels.balance_scores(values, total, factor, peak, float(models), 0.0, whole)
+        kernels.balance_scores(values, total, factor, peak, float(models), floor, out)
+        assert (out == whole)[whole >= floor].all()
+        assert ((out == whole) | (out == 0)).all()
+        found.append(out.tobytes() + whole.tobytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("models", [1, 2, 8, 64])
+def test_scores_are_those_of_the_formula(models):
+    values = np.float32(np.geomspace(1e-6, 8, 1001))
+    total = values[::-1].copy()
+    out = np.empty_like(values)
+    reference.balance_scores(values, total, 1.0, 8.0, float(models), 0.0, out)
+    wide = values.astype(np.float64)
+    expected = np.exp(models * ((wide / 8) ** 2 - 1)) * np.tanh(wide * total)
+    assert out == pytest.approx(expected, rel=2e-7)

@@ -1,4 +1,4 @@
-"""n of every m: values by hand, short groups, turns, chunks."""
+"""Structured sparsity: which neighbours are kept, as definitions say, and chunks."""
 
 import numpy as np
 import pytest
@@ -12,13 +12,20 @@ from dare.kernels import reference
 from dare.tensors.mask import mask_key
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def merged(request):
-    def run(delta, **parameters):
-        stages = {"nm": parameters}
-        return combine("nm+sum", delta, stages=stages, backend=request.param).tolist()
+def deltas(most_rows, elements):
+    """Strategy: rows of up to 40 of these whole numbers."""
+    shapes = st.tuples(st.integers(1, most_rows), st.integers(1, 40))
+    return shapes.flatmap(
+        lambda shape: arrays.arrays(np.float32, shape, elements=elements.map(float))
+    )
 
-    return run
+
+def pairs(groups):
+    """Strategy: n and m, for m from these groups."""
+    return groups.flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m)))
+
+
+# ---------------------------------------------------------------- nm
 
 
 def numbers(size, seed=42):
@@ -39,45 +46,12 @@ def kept(keys, n, m, turn=0):
     return keep
 
 
-def test_two_of_four_are_kept_and_doubled(merged):
-    assert merged([[1, -4, 3, 2, 5, 6, 7, -8]]) == [[0, -8, 6, 0, 0, 0, 14, -16]]
-
-
-def test_without_rescaling(merged):
-    assert merged([1, -4, 3, 2], n=1, rescale=False) == [0, -4, 0, 0]
-
-
-def test_of_equals_the_first_are_kept(merged):
-    assert merged([2, 2, 2, 2]) == [4, 4, 0, 0]
-
-
-def test_a_short_group_keeps_its_share(merged):
-    # rows of 6: groups of 4 and 2; of 2, ⌈1·2/4⌉ = 1 is kept and multiplied by 2/1, not 4/1
-    assert merged([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]], n=1) == [
-        [0, 0, 0, 16, 0, 12],
-        [24, 0, 0, 0, 4, 0],
-    ]
-    assert merged([[3, 1, 2]], n=1, m=2, rescale=False) == [[3, 0, 2]]
-
-
-def test_all_of_a_group_changes_nothing(merged):
-    assert merged([1, 2, 3, 4, 5], n=4) == [1, 2, 3, 4, 5]
-    assert merged([1, 2, 3], n=1, m=1) == [1, 2, 3]
-
-
-def test_the_next_turn_takes_the_next_best(merged):
-    assert merged([1, -4, 3, 2], turn=1) == [2, 0, 0, 4]
-
-
-def test_scalars_and_empty_tensors(merged):
-    assert merged(3.0) == 3.0
-    assert merged(np.zeros((2, 0))) == [[], []]
-
-
-def test_at_random_the_lowest_numbers_are_kept(merged):
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_at_random_the_lowest_numbers_are_kept(backend):
     delta = np.arange(1, 65, dtype=np.float32)
     keep = kept(-numbers(64), 2, 4)
-    assert merged(delta, choose="random") == np.where(keep, 2 * delta, 0).tolist()
+    found = combine("nm+sum", delta, stages={"nm": {"choose": "random"}}, backend=backend)
+    assert found.tolist() == np.where(keep, 2 * delta, 0).tolist()
 
 
 def test_models_with_one_seed_and_other_turns_do_not_overlap():
@@ -96,16 +70,12 @@ def test_models_with_one_seed_and_other_turns_do_not_overlap():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.tuples(st.integers(1, 4), st.integers(1, 40)).flatmap(
-        lambda shape: arrays.arrays(
-            np.float32, shape, elements=st.integers(-9, 9).filter(bool).map(float)
-        )
-    ),
-    st.integers(1, 12).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m))),
+    deltas(4, st.integers(-9, 9).filter(bool)),
+    pairs(st.integers(1, 12)),
     st.sampled_from(["magnitude", "random"]),
     st.integers(-8, 8),
 )
-def test_any_numbers(delta, pair, choose, power):
+def test_nm_as_defined(delta, pair, choose, power):
     n, m = pair
     parameters = {"n": n, "m": m, "choose": choose, "rescale": False}
     found = combine("nm+sum", delta, stages={"nm": parameters})
@@ -139,3 +109,47 @@ def test_groups_over_borders_of_chunks(shape, n, m, choose):
     found = combine("nm+sum", delta, stages=stages, threads=2)
     keys = delta if choose == "magnitude" else -numbers(delta.size).reshape(shape)
     assert (found == np.where(kept(keys, n, m), delta, 0)).all()
+
+
+# ---------------------------------------------------------------- cabs
+
+
+def by_hand(deltas, n, m):
+    """Group by group, model by model."""
+    total = np.zeros(deltas[0].size, np.float32)
+    for first in range(0, total.size, m):
+        group = slice(first, first + m)
+        size = total[group].size
+        taken = np.zeros(size, bool)
+        for delta in deltas:
+            order = sorted(range(size), key=lambda i: (taken[i], -abs(delta[first + i]), i))
+            chosen = order[: -(-n * size // m)]
+            total[group][chosen] += delta[first:][chosen]
+            taken[chosen] = True
+    return total
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    deltas(4, st.integers(-9, 9)),
+    pairs(st.sampled_from([1, 2, 4, 8, 16])),
+    st.integers(-8, 8),
+)
+def test_cabs_as_defined(deltas, pair, power):
+    n, m = pair
+    stages = {"cabs": {"n": n, "m": m}}
+    found = combine("cabs", *deltas, stages=stages)
+    assert found.tolist() == by_hand(deltas, n, m).tolist()
+    factor = np.float32(2.0**power)
+    assert (combine("cabs", *(factor * deltas), stages=stages) == factor * found).all()
+
+
+def test_no_two_models_change_an_element():
+    generator = np.random.default_rng(0)
+    signs = [np.abs(generator.standard_normal(CHUNK + 1000)) + 1 for _ in range(4)]
+    marked = [np.float32(1000**i) * (s > 0) for i, s in enumerate(signs)]
+    stages = {"cabs": {"n": 2, "m": 8}}
+    found = combine("cabs", *marked, stages=stages)
+    values, counts = np.unique(found, return_counts=True)
+    assert values.tolist() == [1, 1000, 1000**2, 1000**3]
+    assert set(counts.tolist()) == {(CHUNK + 1000) // 4}

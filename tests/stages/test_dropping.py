@@ -1,4 +1,6 @@
-"""Dropping by rank: values by hand, the mask of dare as a limit, moments, rows over borders."""
+"""Dropping at random: the mask of `dare`, the divisor of `darex`, the ranks of `della`."""
+
+import math
 
 import numpy as np
 import pytest
@@ -8,18 +10,162 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import dare
-from dare import keep_mask
+from dare import RecipeError, TensorRule, keep_mask
 from dare.kernels import core, reference
 from dare.tensors.mask import keep_threshold, mask_key
 
 
 @pytest.fixture(params=["reference", "cpu"])
 def merged(request):
-    def run(delta, **parameters):
-        stages = {"della": parameters}
-        return combine("della+sum", delta, stages=stages, backend=request.param)
+    def run(stage, *deltas, seed=42, **parameters):
+        given = {"stages": {stage: parameters}, "seed": seed, "backend": request.param}
+        return combine(f"{stage}+sum", *deltas, **given)
 
     return run
+
+
+COUNTED = np.arange(1, 65, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "parameters", "factor"),
+    [
+        ("dare", {}, 4),
+        ("dare", {"rescale": False}, 1),
+        ("darex", {"q": 0.5}, 2),
+        ("darex", {"epsilon": 0.25}, 2),
+        ("darex", {"max_variance": 10.0}, 4),  # which holds anyway
+        ("darex", {"max_variance": 0.75}, 2),  # √(0.75·0.25 / 0.75) = 0.5
+    ],
+)
+def test_what_the_mask_keeps_is_multiplied(merged, stage, parameters, factor):
+    keep = keep_mask("w", 64, 0.75, seed=42)
+    found = merged(stage, COUNTED, drop_rate=0.75, **parameters)
+    assert found.tolist() == np.where(keep, factor * COUNTED, 0).tolist()
+
+
+def test_model_i_uses_seed_plus_i(merged):
+    second = merged("dare", np.zeros(100), np.ones(100), drop_rate=0.5, seed=6)
+    assert second.tolist() == (2.0 * keep_mask("w", 100, 0.5, seed=7)).tolist()
+
+
+def test_dare_can_rescale_to_the_l1_norm(merged):
+    delta = COUNTED * np.where(np.arange(64) % 2, 1, -1).astype(np.float32)
+    keep = keep_mask("w", 64, 0.5, seed=42)
+    factor = float(np.abs(delta).sum()) / float(np.abs(delta[keep]).sum())
+    found = merged("dare", delta, drop_rate=0.5, rescale="l1")
+    assert found.tolist() == (delta * keep * np.float32(factor)).tolist()
+    assert np.abs(found).sum() == pytest.approx(np.abs(delta).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("rescale", [True, False, "l1"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_at_rate_zero_dare_is_task_arithmetic(rescale, backend):
+    base, *models = np.random.default_rng(0).standard_normal((4, 1000)).astype(np.float32)
+    given = {"base": base, "backend": backend}
+    stages = {"dare": {"drop_rate": 0.0, "rescale": rescale}}
+    deltas = [model - base for model in models]
+    with_dare = combine("dare+linear", *deltas, stages=stages, **given)
+    assert (with_dare == combine("linear", *deltas, **given)).all()
+
+
+def test_dropped_infinities_and_nans_do_not_spread(merged):
+    keep = keep_mask("w", 64, 0.9, seed=42)
+    delta = np.where(keep, 1.0, np.where(np.arange(64) % 2, np.inf, np.nan))
+    found = merged("dare", delta, drop_rate=0.9)
+    assert found.tolist() == (np.float32(1 / (1 - 0.9)) * keep).tolist()
+    found = merged("della", np.tile([1, np.inf, np.nan, -np.inf], 16), drop_rate=0.5, window=0.5)
+    keep, _ = expected(np.tile([1, 2, 3, -2], 16), 0.5, 0.5)  # a NaN is above infinity
+    assert (np.isfinite(found) == (~keep | (np.arange(64) % 4 == 0))).all()
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.25, 0.9, 0.999])
+@pytest.mark.parametrize(
+    ("stage", "parameters"),
+    [
+        ("darex", {}),
+        ("della", {"window": 0.0}),
+        ("della", {"window": 0.0, "rescale": False}),
+        ("della", {"window": 0.0, "rescale": "l1"}),
+    ],
+)
+def test_without_q_or_window_it_is_dare_bit_for_bit(merged, stage, parameters, drop_rate):
+    deltas = np.random.default_rng(0).standard_normal((2, 50, 60))
+    rescale = parameters.get("rescale", True)
+    by_dare = merged("dare", *deltas, drop_rate=drop_rate, rescale=rescale)
+    assert (merged(stage, *deltas, drop_rate=drop_rate, **parameters) == by_dare).all()
+
+
+# ---------------------------------------------------------------- darex
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0, 0.99), st.floats(0.01, 1), st.none() | st.floats(0.1, 100), st.integers(-8, 8))
+def test_moments_and_scaling(drop_rate, q, max_variance, power):
+    """One element's mean is (1 - p)/q and its variance p·(1 - p)/q², at five standard errors."""
+    size = 20_000
+    q = max(q, 1 - drop_rate)
+    parameters = {"drop_rate": drop_rate, "q": q}
+    if max_variance is not None:
+        parameters["max_variance"] = max_variance
+    found = combine("darex+sum", np.ones(size), stages={"darex": parameters})
+    largest = found.max(initial=0)
+    if largest:
+        divisor = 1 / float(largest)
+        assert divisor >= q * (1 - 1e-6)
+        spread = math.sqrt(drop_rate * (1 - drop_rate)) / divisor
+        bound = 5 * spread / math.sqrt(size) + 1e-6 / divisor
+        assert abs(found.mean(dtype=float) - (1 - drop_rate) / divisor) <= bound
+        if max_variance is not None:
+            assert spread**2 <= max_variance * (1 + 1e-5)
+    scaled = combine("darex+sum", np.full(size, 2.0**power), stages={"darex": parameters})
+    assert (scaled == found * np.float32(2.0**power)).all()
+
+
+def test_q_may_change_from_layer_to_layer_and_by_rule():
+    ones = {f"h.{layer}.w": np.ones(64, np.float32) for layer in range(3)} | {
+        "head": np.ones(64, np.float32)
+    }
+    zeros = {name: np.zeros_like(array) for name, array in ones.items()}
+    found, _ = dare.merge_arrays(
+        zeros,
+        [ones],
+        method="darex+sum",
+        stages={"darex": {"drop_rate": 0.875, "q": [0.25, 0.75]}},
+        tensors=(TensorRule(match="head", settings={"q": 0.125}),),
+        verbose=False,
+    )
+    factors = {name: set(array.tolist()) - {0} for name, array in found.items()}
+    third = float(np.float32(1 / 0.75))
+    assert factors == {"h.0.w": {4}, "h.1.w": {2}, "h.2.w": {third}, "head": {8}}
+
+
+def test_a_q_that_is_the_keep_rate_but_for_rounding_is_taken():
+    assert 0.3 < 1 - 0.7
+    assert combine("darex+sum", [1.0], stages={"darex": {"drop_rate": 0.7, "q": 0.3}}).size
+
+
+def test_a_q_found_for_another_rate_is_refused_by_tensor_and_model():
+    """At 0.5 the q of 0.99 would multiply the changes of an embedding by 16.7."""
+    ones = {"embed.weight": np.ones(64, np.float32), "h.0.w": np.ones(64, np.float32)}
+    text = r"embed.weight of model 0: \[darex\] q = 0.03 at drop_rate = 0.5: .* by 16.7 on average"
+    for rates in (
+        {"embedding_drop_rate": 0.5},
+        {"tensors": [TensorRule(match="embed*", settings={"drop_rate": 0.5})]},
+        {"model_settings": [{"drop_rate": 0.5}]},
+    ):
+        with pytest.raises(RecipeError, match=text):
+            dare.merge_arrays(
+                ones,
+                [ones],
+                method="darex+sum",
+                stages={"darex": {"drop_rate": 0.99, "q": 0.03}},
+                verbose=False,
+                **rates,
+            )
+
+
+# ---------------------------------------------------------------- della
 
 
 def keep_rates(delta, drop_rate, window):
@@ -43,7 +189,7 @@ def expected(delta, drop_rate, window, *, seed=42):
 
 def test_each_is_divided_by_its_own_probability(merged):
     # Rates 0.25, 0.5, 0.75 for the ranks 0, 1, 2: what is kept becomes 4·4, 2·6 or 9/0.75.
-    found = merged(np.tile([6, -9, 4], (100, 1)), drop_rate=0.5, window=0.5)
+    found = merged("della", np.tile([6, -9, 4], (100, 1)), drop_rate=0.5, window=0.5)
     for column, value in enumerate([12, -12, 16]):
         kept = found[:, column] != 0
         assert found[kept, column].tolist() == pytest.approx([value] * kept.sum(), rel=1e-6)
@@ -55,19 +201,9 @@ def test_each_is_divided_by_its_own_probability(merged):
 def test_thresholds_are_held_against_the_numbers_of_the_mask(merged):
     delta = np.random.default_rng(0).standard_normal((30, 41)).astype(np.float32)
     keep, values = expected(delta, 0.6, 0.5)
-    found = merged(delta, drop_rate=0.6, window=0.5)
+    found = merged("della", delta, drop_rate=0.6, window=0.5)
     assert ((found != 0) == keep).all()
     assert found == pytest.approx(values, rel=4e-7)
-
-
-@pytest.mark.parametrize("rescale", [True, False, "l1"])
-@pytest.mark.parametrize("drop_rate", [0.0, 0.25, 0.9, 0.999])
-def test_without_a_window_it_is_dare_bit_for_bit(merged, drop_rate, rescale):
-    delta = np.random.default_rng(0).standard_normal((50, 60))
-    stages = {"dare": {"drop_rate": drop_rate, "rescale": rescale}}
-    by_dare = combine("dare+sum", delta, stages=stages)
-    found = merged(delta, drop_rate=drop_rate, window=0.0, rescale=rescale)
-    assert (found == by_dare).all()
 
 
 @pytest.mark.parametrize("rescale", [False, "l1"])
@@ -75,21 +211,15 @@ def test_what_is_kept_can_be_left_as_it_is_or_scaled_to_the_norm(merged, rescale
     delta = np.arange(1, 65, dtype=np.float32)
     keep, _ = expected(delta, 0.5, 0.25)
     factor = np.float32(delta.sum(dtype=float) / delta[keep].sum(dtype=float)) if rescale else 1
-    found = merged(delta, drop_rate=0.5, window=0.25, rescale=rescale)
+    found = merged("della", delta, drop_rate=0.5, window=0.25, rescale=rescale)
     assert found.tolist() == np.where(keep, delta * factor, 0).tolist()
 
 
 def test_rows_of_one_element_are_dropped_at_the_mean_rate(merged):
     keep = keep_mask("w", 64, 0.5, seed=42)
-    found = merged(np.ones((64, 1)), drop_rate=0.5, window=0.5)
+    found = merged("della", np.ones((64, 1)), drop_rate=0.5, window=0.5)
     assert found.reshape(-1).tolist() == (2.0 * keep).tolist()
-    assert merged(3.0, drop_rate=0.5).tolist() in (0.0, 6.0)
-
-
-def test_dropped_infinities_and_nans_do_not_spread(merged):
-    found = merged(np.tile([1, np.inf, np.nan, -np.inf], 16), drop_rate=0.5, window=0.5)
-    keep, _ = expected(np.tile([1, 2, 3, -2], 16), 0.5, 0.5)  # a NaN is above infinity
-    assert (np.isfinite(found) == (~keep | (np.arange(64) % 4 == 0))).all()
+    assert merged("della", 3.0, drop_rate=0.5).tolist() in (0.0, 6.0)
 
 
 @settings(max_examples=5, deadline=None)
