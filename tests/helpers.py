@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,22 @@ def file_bytes(header: object, data: bytes = b"", length: int | None = None) -> 
 
 def entry(dtype: Any, shape: Any, *offsets: Any) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+def save_hollow(path: Path, shapes: Mapping[str, Sequence[int]], mark: int = 0) -> Path:
+    """Write a true header of BF16 and a hole for data, in which the last tensor has a mark."""
+    header, start, end = {}, 0, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = entry("BF16", shape, start, end)
+    beginning = file_bytes(header)
+    with path.open("wb") as file:
+        file.write(beginning)
+        file.truncate(len(beginning) + end)
+        if mark:
+            file.seek(len(beginning) + start)
+            file.write(bytes([mark]))
+    return path
 
 
 def save(path: Path, arrays: Arrays) -> Path:

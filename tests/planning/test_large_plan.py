@@ -1,12 +1,13 @@
 """The plan of a merge of 70-billion-parameter models: from headers alone, in seconds."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from helpers import save_hollow
 
 HIDDEN, INNER, LAYERS, VOCABULARY, KEYS, SHARDS = 8192, 28672, 80, 128256, 1024, 30
 SECONDS, BYTES = 4, 200_000_000
@@ -39,17 +40,9 @@ def write_headers(folder):
     places = {}
     for number in range(SHARDS):
         file = f"model-{number + 1:05}-of-{SHARDS:05}.safetensors"
-        header, end = {}, 0
-        for name, shape in tensors[number * each : (number + 1) * each]:
-            start, end = end, end + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-            places[name] = file
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as opened:
-            opened.write(len(text).to_bytes(8, "little") + text)
-            opened.truncate(8 + len(text) + end)
-            opened.seek(8 + len(text) + start)
-            opened.write(b"\1")  # so that head and embedding are not the same
+        own = dict(tensors[number * each : (number + 1) * each])
+        save_hollow(folder / file, own, mark=1)  # so that head and embedding are not the same
+        places |= dict.fromkeys(own, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return str(folder)
 
@@ -83,20 +76,11 @@ def test_a_plan_for_seventy_billion_parameters_takes_seconds_and_little_memory(t
     assert peak_bytes < BYTES
 
 
-def write_model(file, last, elements=1 << 24):
-    header = {"w": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}
-    text = json.dumps(header).encode()
-    with file.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        opened.truncate(8 + len(text) + 2 * elements - 2)
-        opened.seek(0, os.SEEK_END)
-        opened.write(bytes([last, 0]))
-    return str(file)
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_many_models_take_as_much_memory_as_two(tmp_path):
-    base, *models = (write_model(tmp_path / f"m{n}.safetensors", n) for n in range(25))
+    shapes = {"w": [1 << 24]}
+    files = (save_hollow(tmp_path / f"m{n}.safetensors", shapes, mark=n) for n in range(25))
+    base, *models = map(str, files)
     peaks = {}
     for count in (2, 24):
         command = [sys.executable, "-c", RUN, "merge", base, *models[:count], "--threads", "2"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dare import Request, plan
@@ -11,26 +9,18 @@ from dare.analysis import analyzing
 from dare.errors import RecipeError
 from dare.planning import cost as machine
 from dare.recipe.options import DEFAULT_MEMORY
+from helpers import save_hollow
 
 GIB = 1 << 30
 SHAPE = (128256, 2048)
 """The embedding of a model of a billion parameters."""
 
 
-def write_header(file, shape=SHAPE):
-    """A model with a true header and a hole for data."""
-    size = 2 * shape[0] * shape[1]
-    header = {"up_proj.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}
-    text = json.dumps(header).encode()
-    with file.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        opened.truncate(8 + len(text) + size)
-    return file
-
-
 @pytest.fixture
 def files(tmp_path):
-    return [write_header(tmp_path / f"{name}.safetensors") for name in ("base", "a", "b", "c")]
+    shapes = {"up_proj.weight": SHAPE}
+    names = ("base", "a", "b", "c")
+    return [save_hollow(tmp_path / f"{name}.safetensors", shapes) for name in names]
 
 
 def plan_of(files, free=None, **settings):

@@ -1,13 +1,8 @@
 """Dropping at random: the mask of `dare`, the divisor of `darex`, the ranks of `della`."""
 
-import math
-
 import numpy as np
 import pytest
 from combining import combine, largest_first
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 import dare
 from dare import RecipeError, TensorRule, keep_mask
@@ -97,29 +92,6 @@ def test_without_q_or_window_it_is_dare_bit_for_bit(merged, stage, parameters, d
 
 
 # ---------------------------------------------------------------- darex
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.floats(0, 0.99), st.floats(0.01, 1), st.none() | st.floats(0.1, 100), st.integers(-8, 8))
-def test_moments_and_scaling(drop_rate, q, max_variance, power):
-    """One element's mean is (1 - p)/q and its variance p·(1 - p)/q², at five standard errors."""
-    size = 20_000
-    q = max(q, 1 - drop_rate)
-    parameters = {"drop_rate": drop_rate, "q": q}
-    if max_variance is not None:
-        parameters["max_variance"] = max_variance
-    found = combine("darex+sum", np.ones(size), stages={"darex": parameters})
-    largest = found.max(initial=0)
-    if largest:
-        divisor = 1 / float(largest)
-        assert divisor >= q * (1 - 1e-6)
-        spread = math.sqrt(drop_rate * (1 - drop_rate)) / divisor
-        bound = 5 * spread / math.sqrt(size) + 1e-6 / divisor
-        assert abs(found.mean(dtype=float) - (1 - drop_rate) / divisor) <= bound
-        if max_variance is not None:
-            assert spread**2 <= max_variance * (1 + 1e-5)
-    scaled = combine("darex+sum", np.full(size, 2.0**power), stages={"darex": parameters})
-    assert (scaled == found * np.float32(2.0**power)).all()
 
 
 def test_q_may_change_from_layer_to_layer_and_by_rule():
@@ -222,26 +194,6 @@ def test_rows_of_one_element_are_dropped_at_the_mean_rate(merged):
     assert merged("della", 3.0, drop_rate=0.5).tolist() in (0.0, 6.0)
 
 
-@settings(max_examples=5, deadline=None)
-@given(
-    arrays.arrays(np.float32, (4, 50), elements=st.integers(-99, 99).map(float)),
-    st.floats(0.3, 0.7),
-    st.floats(0, 0.5),
-    st.integers(-8, 8),
-)
-def test_the_mean_is_the_delta(delta, drop_rate, window, power):
-    """Over 200 models with own seeds, within 6 standard errors of each of 200 elements."""
-    stages = {"della": {"drop_rate": drop_rate, "window": window}}
-    found = combine("della+linear", *[delta] * 200, stages=stages)
-    rates = keep_rates(delta, drop_rate, window)
-    error = np.abs(delta) * np.sqrt((1 - rates) / rates / 200)
-    assert (np.abs(found - delta) <= 6 * error + 1e-4).all()
-
-    one = combine("della+sum", delta, stages=stages)
-    factor = np.float32(2.0**power)
-    assert (combine("della+sum", factor * delta, stages=stages) == factor * one).all()
-
-
 @pytest.mark.parametrize("shape", [(300, 4096), (150, 7000), (2, 700_001), (600_000,)])
 def test_rows_over_borders_of_chunks(shape):
     delta = np.random.default_rng(0).integers(1, 1000, shape).astype(np.float32)
@@ -268,90 +220,6 @@ def test_the_numbers_of_the_mask():
         assert (numbers == np.uint64(2**40) - turned).all()
         keep = keep_mask(name, size, rate, seed, start)
         assert ((numbers < np.uint64(keep_threshold(rate))) == keep).all()
-
-
-ROWS = {
-    "normal": lambda g, shape: g.standard_normal(shape),
-    "of few sizes": lambda g, shape: g.integers(-3, 4, shape),
-    "equal": lambda _, shape: np.ones(shape),
-    "zero": lambda _, shape: np.zeros(shape),
-    "nearly equal": lambda g, shape: 1 + g.random(shape) * 1e-3,
-    "with an outlier": lambda g, shape: np.where(np.arange(shape) % 97, g.random(shape), 1e9),
-    "of any size": lambda g, shape: np.exp(9 * g.standard_normal(shape)),
-    "of any bits": lambda g, shape: g.integers(0, 2**32, shape, np.uint32).view(np.float32),
-}
-
-
-def ranks_of_row(magnitudes, left):
-    """The definition: the ranks of those that are left, of equals the first the largest, spread."""
-    places, last = np.flatnonzero(left), magnitudes.size - 1
-    backwards = places[::-1]
-    ascending = backwards[np.argsort(magnitudes[backwards], kind="stable")]
-    ranks = np.zeros(magnitudes.size, np.uint32)
-    ranks[ascending] = np.rint(np.arange(places.size) * (last / max(places.size - 1, 1)))
-    return ranks
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(sorted(ROWS)),
-    st.sampled_from([1, 2, 5, 64, 100, 1000, 3000, 70_000]),
-    st.integers(0, 99),
-    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    st.integers(0, 2**32),
-)
-def test_dropping_by_rank(kind, columns, group, dropped, seed):
-    """Both kernels do as the definition says; rows are cut on both sides."""
-    generator = np.random.default_rng(seed)
-    size = max(1000, int(2.5 * columns))
-    with np.errstate(over="ignore"):
-        values = ROWS[kind](generator, size).astype(np.float32)
-    left = generator.random(size) >= dropped
-    values[~left] = 0
-    head = min(-128 * group % columns, size)
-    tail = (size - head) % columns
-    magnitudes = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    edges = generator.integers(0, columns, head + tail).astype(np.uint32)
-    ranks = np.concatenate(
-        [edges[:head]]
-        + [
-            ranks_of_row(magnitudes[first : first + columns], left[first : first + columns])
-            for first in range(head, size - tail, columns)
-        ]
-        + [edges[head:]]
-    )
-    rates = 0.5 + 0.4 * (np.arange(columns) / max(columns - 1, 1) - 0.5)
-    thresholds = np.rint(rates * 2.0**40).astype(np.uint64)
-    factors = (0.5 / rates).astype(np.float32)
-    key0, key1 = map(np.uint32, mask_key(seed, "w"))
-    numbers = np.empty(size, np.uint64)
-    reference.draw_uniform(numbers, 128 * group, key0, key1)
-    expected_kept = left & (numbers < thresholds[ranks])
-    with np.errstate(all="ignore"):
-        scaled = np.where(expected_kept, values * factors[ranks], np.float32(0))
-    for kernels in (reference, core):
-        out, kept = values.copy(), np.empty(size, np.bool_)
-        kernels.drop_by_rank(
-            out, left, columns, edges, thresholds, factors, 128 * group, key0, key1, kept
-        )
-        assert (kept == expected_kept).all()
-        np.testing.assert_array_equal(out, scaled)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.tuples(st.integers(0, 5), st.integers(1, 200)).flatmap(
-        lambda shape: arrays.arrays(
-            np.uint32, shape, elements=st.integers(0, 3) | st.integers(0, 2**32 - 1)
-        )
-    )
-)
-def test_ranks(keys):
-    by_hand = np.array([ranks_of_row(row, row != 0) for row in keys]).reshape(keys.shape)
-    for kernels in (reference, core):
-        found = np.full(keys.shape, 7, np.uint32)
-        kernels.rank_left(keys, found)
-        assert (found == by_hand).all()
 
 
 def test_the_report_counts_what_is_left():

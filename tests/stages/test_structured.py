@@ -89,15 +89,6 @@ def test_nm_as_defined(delta, pair, choose, power):
     assert (scaled == factor * found).all()
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (3, 7)])
-def test_at_random_the_mean_is_the_delta(n, m):
-    # 200 seeds, 5 standard errors; rows of 20 have a short group where m = 7
-    delta = np.arange(1, 41, dtype=np.float32).reshape(2, 20)
-    stages = {"nm": {"n": n, "m": m, "choose": "random"}}
-    found = combine("nm+linear", *[delta] * 200, stages=stages)
-    assert (np.abs(found - delta) <= 5 * delta * np.sqrt(1.4 / 200)).all()
-
-
 @pytest.mark.parametrize(
     ("shape", "n", "m"),
     [((CHUNK // 4096 + 1, 4096), 2, 4), ((200, 3000), 1, 3), ((80, 7001), 4, 8)],

@@ -1,4 +1,4 @@
-"""Every stage on numbers small enough to do by hand; those of matrices are in test_spectra."""
+"""Every stage on numbers small enough to do by hand; matrices are in test_spectral_stages."""
 
 import math
 
@@ -36,6 +36,19 @@ EXACT = [
     ("linear", [[8], [4]], {"weights": [0.25, 0.75], "scale": 0.5}, [2.5]),
     ("sum", [[2, 4], [4, -5]], {"base": [1, 1]}, [7, 0]),
     ("sum", [[2], [5]], {"weights": [1, -1]}, [-3]),
+    # deltas or whole models, summed or divided by the weights
+    *(
+        (method, [[2], [4]], {"base": [1], "weights": weights, **given(method, **own)}, [gives])
+        for method in ("linear", "sum")
+        for own, weights, gives in [
+            ({}, [1, 3], 1 + 1 * 2 + 3 * 4),
+            ({"normalize": True}, [1, 3], 1 + (1 * 2 + 3 * 4) / 4),
+            ({"on": "weights"}, [1, 3], 1 * 3 + 3 * 5),
+            ({"on": "weights", "normalize": True}, [1, 3], (1 * 3 + 3 * 5) / 4),
+            ({"on": "weights"}, [0, 0], 0),
+            ({"on": "weights"}, [0.5, 0.5], 4),
+        ]
+    ),
     # weights that cancel are no divisor of `sum`
     ("sum", [[2], [4]], {"weights": [1, -1], **given("sum", normalize=True)}, [-2]),
     # ⌊0.4 · 5⌋ = 2; of equals the first; at least one
@@ -229,6 +242,30 @@ EXACT = [
     ("nm+sum", [[1, 2, 3, 4, 5]], given("nm", n=4), [1, 2, 3, 4, 5]),
     ("nm+sum", [[1, 2, 3]], given("nm", n=1, m=1), [1, 2, 3]),
     ("nm+sum", [[1, -4, 3, 2]], given("nm", turn=1), [2, 0, 0, 4]),
+    # Groups of one, two, three and four that are left keep 1, 1, 2 and 2 of them.
+    (
+        "trim+nm+sum",
+        [[[8, 0, 0, 0, 8, 4, 0, 0, 8, 4, 2, 0, 8, 4, 2, 1]]],
+        given("trim", keep_ratio=10 / 16),
+        [[8, 0, 0, 0, 16, 0, 0, 0, 12, 6, 0, 0, 16, 8, 0, 0]],
+    ),
+    (
+        "trim+cabs",
+        [[[8, 0, 0, 0, 8, 4, 2, 0]]],
+        {"stages": {"trim": {"keep_ratio": 0.5}, "cabs": {"n": 2, "m": 4, "rescale": True}}},
+        [[8, 0, 0, 0, 12, 6, 0, 0]],
+    ),
+    (
+        "trim+breadcrumbs+sum",
+        [[[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]]],
+        {
+            "stages": {
+                "trim": {"keep_ratio": 0.4},
+                "breadcrumbs": {"keep_middle": 0.5, "drop_largest": 0.25, "per": "row"},
+            }
+        },
+        [[0, 8, 7, 0, 0, 0, 0, 0, 0, 0]],
+    ),
     ("nm+sum", [3], {}, 3),
     ("nm+sum", [np.zeros((2, 0))], {}, [[], []]),
     # n = 10: ⌊0.5·10⌋ = 5 kept below ⌊0.2·10⌋ = 2 dropped
@@ -275,24 +312,6 @@ EXACT = [
 def test_by_hand(method, deltas, settings, expected, backend):
     found = combine(method, *deltas, backend=backend, **settings)
     np.testing.assert_array_equal(found, np.array(expected, np.float32), strict=True)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("method", ["linear", "sum"])
-@pytest.mark.parametrize(
-    ("settings", "weights", "expected"),
-    [
-        ({}, [1, 3], 1 + 1 * 2 + 3 * 4),
-        ({"normalize": True}, [1, 3], 1 + (1 * 2 + 3 * 4) / 4),
-        ({"on": "weights"}, [1, 3], 1 * 3 + 3 * 5),
-        ({"on": "weights", "normalize": True}, [1, 3], (1 * 3 + 3 * 5) / 4),
-        ({"on": "weights"}, [0, 0], 0),
-        ({"on": "weights"}, [0.5, 0.5], 4),
-    ],
-)
-def test_deltas_or_whole_models(method, backend, settings, weights, expected):
-    given = {"weights": weights, "stages": {method: settings}, "backend": backend}
-    assert combine(method, [2], [4], base=[1], **given).tolist() == [expected]
 
 
 def score(value, total):

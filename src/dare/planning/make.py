@@ -238,15 +238,16 @@ def make_plan(
         options=options,
         gathered=gathered,
     )
-    plan = replace(plan, warnings=(*warnings, *_float64_notices(plan), *_norm_notices(plan)))
+    changed = [tensor for tensor in plan.merged() if plan.sole_model(tensor) is None]
+    late = *_float64_notices(plan, changed), *norm_notices(t.name for t in changed)
+    plan = replace(plan, warnings=(*warnings, *late))
     cost = plan.cost
     check_memory(options.max_memory, cost.least_memory, cost.largest_matrix)
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.max_memory))
+        figures = {"needed": needed, "usual": usual, "threads": times(cost.threads, "thread")}
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
-        threads = times(cost.threads, "thread")
-        memory = notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
-        return replace(plan, notes=(*plan.notes, memory))
+        return replace(plan, notes=(*plan.notes, notice("more_memory", reason=reason, **figures)))
     return plan
 
 
@@ -330,10 +331,6 @@ def _taken_notices(base: Source, names: Sequence[str]) -> Iterator[Notice]:
     """Say which tensors come from models alone."""
     for tensor, owners in base.extras.items():
         yield notice("extra_taken", tensor, models=", ".join(names[number] for number in owners))
-
-
-def _norm_notices(plan: Plan) -> Iterator[Notice]:
-    return norm_notices(t.name for t in plan.merged() if plan.sole_model(t) is None)
 
 
 def norm_notices(merged: Iterable[str]) -> Iterator[Notice]:
@@ -527,13 +524,13 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
     yield notice("plain_float8", dtype=recipe.dtype, narrowed=narrowed, kept=kept)
 
 
-def _float64_notices(plan: Plan) -> Iterator[Notice]:
-    """Say that float64 weights are computed with in float32, unless they are only copied."""
-    count = 0
-    for tensor in plan.merged():
-        kinds = {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
-        count += STORAGE_TYPES["F64"] in kinds and plan.sole_model(tensor) is None
-    if count:
+def _float64_notices(plan: Plan, changed: Iterable[TensorPlan]) -> Iterator[Notice]:
+    """Say that float64 weights which are not only copied are computed with in float32."""
+    kinds = (
+        {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
+        for tensor in changed
+    )
+    if count := sum(STORAGE_TYPES["F64"] in each for each in kinds):
         yield notice("float64", tensors=times(count, "tensor"))
 
 

@@ -96,8 +96,8 @@ Fraction = Annotated[
 
 def survey_angle(view: JointView, *, t: float, on: Space) -> tuple[float, float]:
     """Find the two coefficients from the angle between the tensors."""
-    products = view.dots(with_base=on == "weights")
-    return arc_between(products[0][1], products[0][0], products[1][1], t)
+    (one, both), (_, two) = view.dots(with_base=on == "weights")
+    return arc_between(both, one, two, t)
 
 
 @combine_stage(
@@ -121,20 +121,14 @@ Each = Annotated[
 
 def survey_lines(view: JointView, *, each: Each, on: Space) -> tuple[float, float] | Lines:
     """Find the coefficients of both models, for the tensor or for each of its rows or columns."""
-    t, with_base = _fraction(view.weights), on == "weights"
+    whole = math.fsum(view.weights)
+    t = view.weights[1] / whole if whole else 0.5  # halfway if the weights cancel
     if each == "tensor" or len(view.shape) < 2:
-        products = view.dots(with_base=with_base)
-        return arc_between(products[0][1], products[0][0], products[1][1], t)
+        return survey_angle(view, t=t, on=on)
     _, columns = as_matrix(view.shape)
-    sums = view.line_dots(columns, by_column=each == "column", with_base=with_base)
+    sums = view.line_dots(columns, by_column=each == "column", with_base=on == "weights")
     found = [arc_between(both, one, two, t) for one, both, two in sums.T.tolist()]
     return Lines(columns, np.array(found).reshape(-1, 2).T)
-
-
-def _fraction(weights: Sequence[float]) -> float:
-    """Return the second model's share; halfway if the weights cancel."""
-    whole = math.fsum(weights)
-    return weights[1] / whole if whole else 0.5
 
 
 @combine_stage(survey=survey_lines, models=2, **INTERPOLATES)

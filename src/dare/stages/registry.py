@@ -179,7 +179,6 @@ class Census:
 
     when: Callable[[Settings], bool]
     rounds: tuple[Round, ...]
-    reads: int  # how often all tensors are read for it, as a rule
     observation_bytes: int
 
 
@@ -266,10 +265,6 @@ class Stage:
     def rounds(self, settings: Settings) -> tuple[Round, ...]:
         """Return the rounds of the census that these settings ask for, if any."""
         return self.census.rounds if self.census and self.census.when(settings) else ()
-
-    def survey_reads(self, settings: Settings) -> int:
-        """Return how often a tensor is read before it is merged, as a rule."""
-        return self.census.reads if self.census and self.census.when(settings) else 1
 
     @property
     def observation_bytes(self) -> int:

@@ -14,6 +14,7 @@ from dare.kernels import linalg
 from dare.kernels.linalg import (
     NOISE,
     Doubles,
+    Factors,
     Numbers,
     eigen_bytes,
     factorise,
@@ -146,10 +147,23 @@ def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     """
     multiply_by_weights(deltas, weights)
     rank = max(1, min(deltas[0].shape) // len(deltas))
-    parts = []
-    while deltas:  # each gives way to its factors
-        parts.append(factorise(deltas.pop(0), rank))
+    parts = _take_apart(deltas, rank)
     return orthogonal_product(parts, np.concatenate([part.values for part in parts]))
+
+
+def _take_apart(deltas: list[Floats], rank: int) -> list[Factors]:
+    """Return the leading factors of each matrix, which gives way to them."""
+    parts = []
+    while deltas:
+        parts.append(factorise(deltas.pop(0), rank))
+    return parts
+
+
+def _added_up(deltas: Sequence[Floats]) -> Floats:
+    total = deltas[0].copy()
+    for delta in deltas[1:]:
+        total += delta
+    return total
 
 
 Variant = Annotated[
@@ -193,9 +207,7 @@ def iso(
     Accurate to 1e-4 of the norm where singular values are above 1e-4 of the largest.
     """
     multiply_by_weights(deltas, weights)
-    total = deltas[0].copy()
-    for delta in deltas[1:]:
-        total += delta
+    total = _added_up(deltas)
     return _level(total) if variant == "c" else _level_with_own(total, deltas, common_share)
 
 
@@ -256,9 +268,7 @@ def swudi(
     that does not.
     """
     multiply_by_weights(deltas, weights)
-    merged = deltas[0].copy()
-    for delta in deltas[1:]:
-        merged += delta
+    merged = _added_up(deltas)
     stack = np.stack(deltas)
     deltas.clear()
     norms = [math.sqrt(linalg.squared_norm(part)) for part in stack]
@@ -341,13 +351,13 @@ def _trim(part: Floats, keep_ratio: float) -> None:
     part[magnitudes < cut] = 0
 
 
-def _elected(parts: list[Floats], weights: Sequence[float]) -> Floats:
+def _elected(parts: Sequence[Floats], weights: Sequence[float]) -> Floats:
     """Return the weighted mean of the side that outweighs the other, as `ties` does.
 
     The parts are changed.
     """
     multiply_by_weights(parts, weights)
-    total = sum(parts[1:], start=parts[0])
+    total = _added_up(parts)
     merged, shares = np.zeros_like(total), np.zeros_like(total)
     for part, weight in zip(parts, weights, strict=True):
         agrees = part * total > 0
@@ -399,9 +409,7 @@ def dc_merge(
     """
     multiply_by_weights(deltas, weights)
     rank, shape = max(1, min(deltas[0].shape) // len(deltas)), deltas[0].shape
-    parts = []
-    while deltas:  # each gives way to its factors
-        parts.append(factorise(deltas.pop(0), rank))
+    parts = _take_apart(deltas, rank)
     values = [_smoothed(part.values, max_ratio) for part in parts]
     left = np.concatenate([part.left for part in parts], axis=1, dtype=np.float32)
     right = np.concatenate([part.right for part in parts], axis=0, dtype=np.float32)
@@ -415,10 +423,10 @@ def dc_merge(
     kept = []
     for block, own in zip(blocks, values, strict=True):
         aligned = (left[:, block] * own.astype(np.float32)) @ right[block]
-        count = max(1, int(keep_ratio * aligned.size))
-        cut = np.partition(np.abs(aligned), aligned.size - count, axis=None)[-count]
-        kept.append([np.where(np.abs(m) >= cut, m, 0) for m in (aligned[b, b] for b in blocks)])
-    merged = [_agreed(np.stack(votes)) for votes in zip(*kept, strict=True)]
+        _trim(aligned, keep_ratio)
+        kept.append([aligned[b, b].copy() for b in blocks])
+    ones = [1.0] * len(kept)
+    merged = [_elected(votes, ones) for votes in zip(*kept, strict=True)]
     turned = [outputs[:, block] @ middle for block, middle in zip(blocks, merged, strict=True)]
     return np.asarray(np.concatenate(turned, axis=1) @ inputs)
 
@@ -430,13 +438,6 @@ def _smoothed(values: Doubles, max_ratio: float | None) -> Doubles:
     line = np.linspace(min(max_ratio, values[0] / values[-1]), 1, len(values))
     line *= values.sum() / line.sum()
     return line
-
-
-def _agreed(votes: Floats) -> Floats:
-    """Return the mean of those that have the sign of the sum, for each element."""
-    agrees = votes * votes.sum(axis=0) > 0
-    mean = np.where(agrees, votes, 0).sum(axis=0) / np.maximum(agrees.sum(axis=0), 1)
-    return np.asarray(mean, np.float32)
 
 
 Alpha = Annotated[

@@ -317,7 +317,6 @@ def _cut_of_model(view: DeltaView) -> Cut:
             Round(observe_sample, conclude_sample),
             *[Round(observe_counts, conclude_counts, lambda known: isinstance(known, Bins))] * 3,
         ),
-        reads=1,
         observation_bytes=BINS * 10,
     ),
     is_identity=lambda settings: settings["keep_ratio"] == 1,
