@@ -43,19 +43,12 @@ def assert_fraction(found: int, size: int, probability: float) -> None:
         (10, PI, "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_philox_gives_the_published_answers(rounds, given_words, expected):
+def test_philox_gives_the_published_answers_and_the_page_has_them(rounds, given_words, expected):
     counter = tuple(np.array([word], np.uint64) for word in words(given_words[0]))
     key = tuple(words(given_words[1]))
     assert [int(word[0]) for word in philox4x32(counter, key, rounds)] == words(expected)
-
-
-def test_the_page_has_the_philox_answers():
-    for (counter, key), expected in (
-        (ZERO, "5f6fb709 0d893f64 4f121f81 4f730a48"),
-        (ONES, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-        (PI, "4dfccaba 190a87f0 c47362ba b6b5242a"),
-    ):
-        assert f"| `{counter}` | `{key}` | `{expected}` |" in PAGE
+    row = f"| `{given_words[0]}` | `{given_words[1]}` | `{expected}` |"
+    assert row in PAGE or rounds == 10
 
 
 def test_the_pages_masks_are_the_ones_we_draw():
@@ -101,35 +94,34 @@ def test_nothing_is_dropped_at_zero_and_all_but_everything_just_below_one():
     assert not keep_mask("a", 1000, math.nextafter(1.0, 0.0), 3).any()
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.9])
-def test_two_models_overlap_by_chance_only(rate):
+@pytest.mark.parametrize(
+    ("rate", "name", "seed"),
+    [
+        (0.5, "w", 43),
+        (0.9, "w", 43),
+        *((0.9, name, 42) for name in ("w2", "W", "w ", "layers.1.w")),
+    ],
+)
+def test_two_models_and_two_tensors_overlap_by_chance_only(rate, name, seed):
     size = 1 << 21
-    first, second = (keep_mask("w", size, rate, seed) for seed in (42, 43))
+    first, second = keep_mask("w", size, rate, 42), keep_mask(name, size, rate, seed)
     assert_fraction(int((first & second).sum()), size, (1 - rate) ** 2)
 
 
-@pytest.mark.parametrize("other", ["w2", "W", "w ", "layers.1.w"])
-def test_two_tensors_overlap_by_chance_only(other):
-    size = 1 << 20
-    first, second = (keep_mask(name, size, 0.9, 42) for name in ("w", other))
-    assert_fraction(int((first & second).sum()), size, 0.01)
-
-
-@pytest.mark.parametrize("distance", range(1, 65))
-def test_neighbours_are_independent(distance):
-    size = 1 << 18
-    mask = keep_mask("w", size + distance, 0.7, 5)
-    both = mask[:size] & mask[distance:]
+def test_neighbours_are_independent():
+    size, keep = 1 << 18, 0.3
     # A pair shares each element with another pair, so its variance is larger than a binomial's.
-    keep = 0.3
     variance = size * (keep**2 * (1 - keep**2) + 2 * (keep**3 - keep**4))
-    assert abs(int(both.sum()) - size * keep**2) <= SIGMAS * math.sqrt(variance)
+    for distance in range(1, 65):
+        mask = keep_mask("w", size + distance, 1 - keep, 5)
+        both = mask[:size] & mask[distance:]
+        assert abs(int(both.sum()) - size * keep**2) <= SIGMAS * math.sqrt(variance), distance
 
 
-@pytest.mark.parametrize("lane", range(128))
-def test_every_lane_of_a_group_has_the_rate(lane):
-    mask = keep_mask("w", 1 << 21, 0.9, 11)[lane::128]
-    assert_fraction(int(mask.sum()), mask.size, 0.1)
+def test_every_lane_of_a_group_has_the_rate():
+    lanes = keep_mask("w", 1 << 21, 0.9, 11).reshape(-1, 128)
+    for kept in lanes.sum(axis=0):
+        assert_fraction(int(kept), len(lanes), 0.1)
 
 
 @given(st.integers(0, 2**48), st.integers(0, 300), st.integers(0, 300))
@@ -142,12 +134,9 @@ def test_a_part_of_the_mask_is_the_mask_of_the_part(start, skip, size):
 def test_a_rate_outside_the_range_is_refused(rate):
     with pytest.raises(RecipeError, match="drop_rate"):
         keep_mask("w", 10, rate, 0)
-
-
-@pytest.mark.parametrize(("size", "start"), [(-1, 0), (1, -1)])
-def test_negative_ranges_are_refused(size, start):
-    with pytest.raises(RecipeError, match="negative"):
-        keep_mask("w", size, 0.5, 0, start)
+    for size, start in ((-1, 0), (1, -1)):
+        with pytest.raises(RecipeError, match="negative"):
+            keep_mask("w", size, 0.5, 0, start)
 
 
 def test_the_keys_of_later_draws_are_those_of_the_page():

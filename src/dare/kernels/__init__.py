@@ -31,7 +31,7 @@ GROUP = 4  # models whose values a survey of pairs holds, beside those of one mo
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan must know of a backend: its kernels, its batches, and the memory it takes."""
+    """A backend as plans see it: its kernels, its batches, and the memory it takes."""
 
     module: str
     chunks_at_once: int = 4  # of each input, in a batch, if memory allows
@@ -90,7 +90,7 @@ class ChunkJob(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What is known of a job that was done."""
+    """The figures and digests of a job that was done."""
 
     figures: NDArray[np.int64]  # as those of `combine`
     peak: int  # the bits of the largest magnitude before rounding

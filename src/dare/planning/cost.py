@@ -27,7 +27,7 @@ TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan takes: bytes read and written, memory, threads."""
+    """The cost of a plan: bytes read and written, memory, threads."""
 
     plan: PlanData
 

@@ -274,7 +274,7 @@ class TensorPlan:
 
     @property
     def joint_reads(self) -> int:
-        """How often all models are read together for a survey: to combine, and to refine."""
+        """The number of times all models are read together: to combine, and to refine."""
         return self.combine_surveys + bool(self.refine_stages)
 
     @property

@@ -238,16 +238,15 @@ def make_plan(
         options=options,
         gathered=gathered,
     )
-    changed = [tensor for tensor in plan.merged() if plan.sole_model(tensor) is None]
-    late = *_float64_notices(plan, changed), *norm_notices(t.name for t in changed)
-    plan = replace(plan, warnings=(*warnings, *late))
+    plan = replace(plan, warnings=(*warnings, *_merged_notices(plan)))
     cost = plan.cost
     check_memory(options.max_memory, cost.least_memory, cost.largest_matrix)
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.max_memory))
-        figures = {"needed": needed, "usual": usual, "threads": times(cost.threads, "thread")}
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
-        return replace(plan, notes=(*plan.notes, notice("more_memory", reason=reason, **figures)))
+        threads = times(cost.threads, "thread")
+        memory = notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
+        return replace(plan, notes=(*plan.notes, memory))
     return plan
 
 
@@ -349,7 +348,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     entries, rules = list(recipe.models), list(recipe.tensors)
     usual_seed = Recipe.fields()["seed"].default
     droppers = [stage for stage, _ in recipe.all_stages if "drop_rate" in stage.parameters]
-    has_one_rate = len(recipe.chains) == 1 or all(stage.may_redrop for stage in droppers)
+    has_one_rate = len(recipe.chains) == 1 or all(stage.can_only_mask for stage in droppers)
     for index, (entry, seed, model) in enumerate(
         zip(recipe.models, recipe.seeds(), models, strict=True)
     ):
@@ -357,15 +356,15 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         seeds = {drop.seed for drop in drops.values()}
         if seeds - {seed} and entry.seed is None and recipe.seed == usual_seed:
             entries[index] = entries[index].changed(seed=seeds.pop())
-        redropped = [name for name in drops if recipe.chain_for(name)[0][0].may_redrop]
-        if any(recipe.sets("drop_rate", name, index) for name in redropped):
+        masked_again = [name for name in drops if recipe.chain_for(name)[0][0].can_only_mask]
+        if any(recipe.sets("drop_rate", name, index) for name in masked_again):
             continue
         by_rate = defaultdict(list)
-        for name in redropped:
+        for name in masked_again:
             by_rate[drops[name].rate].append(glob.escape(name))
         # Where a file drops some tensors, the others are whole: a chain that drops keeps them so.
-        for name in sorted(model.tensors.keys() - drops.keys()) if redropped else ():
-            if model.tensors[name].dtype.is_weight and recipe.chain_for(name)[0][0].may_redrop:
+        for name in sorted(model.tensors.keys() - drops.keys()) if masked_again else ():
+            if model.tensors[name].dtype.is_weight and recipe.chain_for(name)[0][0].can_only_mask:
                 by_rate[0.0].append(glob.escape(name))
         rates = by_rate if has_one_rate else ()
         usual = max(rates, key=lambda rate: len(by_rate[rate]), default=None)
@@ -388,11 +387,11 @@ def _left_to_make_up(
 ) -> Drop | str | None:
     """Return the drop to make up for before the first stage; a text if two masks would drop."""
     stages = [stage for stage, _ in recipe.chain_for(tensor).of_kind("delta")]
-    droppers = [place for place, stage in enumerate(stages) if stage.may_redrop]
+    droppers = [place for place, stage in enumerate(stages) if stage.can_only_mask]
     if not droppers:
         return drop
     was = f"its delta file was made with drop_rate = {drop.rate:g} and seed = {drop.seed}"
-    if droppers != [0] or not stages[0].redrops(settings[0]):
+    if droppers != [0] or not stages[0].only_masks(settings[0]):
         method = recipe.method_for(tensor)
         return f"{was}, and {method} would drop by another mask; use a method without dare"
     rate, seed = settings[0]["drop_rate"], recipe.seeds()[model]
@@ -524,14 +523,16 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
     yield notice("plain_float8", dtype=recipe.dtype, narrowed=narrowed, kept=kept)
 
 
-def _float64_notices(plan: Plan, changed: Iterable[TensorPlan]) -> Iterator[Notice]:
-    """Say that float64 weights which are not only copied are computed with in float32."""
+def _merged_notices(plan: Plan) -> Iterator[Notice]:
+    """Say what merging does to float64 weights and to statistics that are not only copied."""
+    changed = [tensor for tensor in plan.merged() if plan.sole_model(tensor) is None]
     kinds = (
         {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
         for tensor in changed
     )
     if count := sum(STORAGE_TYPES["F64"] in each for each in kinds):
         yield notice("float64", tensors=times(count, "tensor"))
+    yield from norm_notices(tensor.name for tensor in changed)
 
 
 def _values(recipe: Recipe, parameter: str) -> set[Any]:

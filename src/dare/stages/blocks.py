@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property, lru_cache, partial
 from itertools import combinations_with_replacement
 from typing import Any, NamedTuple, cast
@@ -56,7 +57,7 @@ class Block:
     _values: Floats | None = None
     _left: NDArray[np.bool_] | None = None
     _figures: NDArray[np.int64] | None = None
-    _marks: list[int] = field(default_factory=list)
+    _counts: list[int | Figure | None] = field(default_factory=list)  # as `end_stage` leaves them
 
     def __post_init__(self) -> None:
         self.size = self._survivors = self.tuned.size
@@ -217,13 +218,20 @@ class Block:
     def measured(self, figures: NDArray[np.int64]) -> None:
         """Take in the figures of the kernel that carried out the notes, a row for each chunk."""
         self._figures = figures
-        self._survivors = int(figures[:, 3 if self.band else 2].sum())
+        self._survivors = int(figures[:, (Figure.IN_BAND if self.band else Figure.MASKED)].sum())
 
     def end_stage(self) -> None:
-        """Remember for the report how far the block had come after a stage."""
-        self._marks.append(
-            self._survivors if not self.is_noted else -1 - bool(self.mask) - 2 * bool(self.band)
-        )
+        """Remember for the report how many elements a stage has left.
+
+        That is a number; or, of a block that is noted, the figure that will say so once the notes
+        are carried out, or None if nothing is dropped.
+        """
+        if not self.is_noted:
+            self._counts.append(self._survivors)
+        elif self.band:
+            self._counts.append(Figure.IN_BAND)
+        else:
+            self._counts.append(Figure.MASKED if self.mask else None)
 
     def figures(self) -> list[list[int]]:
         """Return for each chunk the largest magnitude's bits, the count over the threshold, and
@@ -234,10 +242,19 @@ class Block:
         assert self._figures is not None  # carrying out has measured
         rows = []
         for (_, size), row in zip(chunk_spans(self.size), self._figures.tolist(), strict=True):
-            peak, over, masked, left = row
-            by_note = {-1: size, -2: masked, -3: left, -4: left}
-            rows.append([peak, over, *(by_note.get(mark, mark) for mark in self._marks)])
+            counts = (row[c] if isinstance(c, Figure) else c for c in self._counts)
+            left = [size if count is None else count for count in counts]
+            rows.append([row[Figure.PEAK], row[Figure.OVER_THRESHOLD], *left])
         return rows
+
+
+class Figure(IntEnum):
+    """The columns of what a kernel counts of a chunk while it carries out the notes."""
+
+    PEAK = 0  # the bits of the largest magnitude
+    OVER_THRESHOLD = 1
+    MASKED = 2  # elements that the mask keeps
+    IN_BAND = 3  # those of them that the band keeps
 
 
 class Mask(NamedTuple):
@@ -315,13 +332,13 @@ class Note(NDArrayOperatorsMixin):
         self.elects = elects
         self.is_array = False
         self._deltas = deltas
-        self._again = weights, shares
+        self._weights_and_shares = weights, shares
 
     @cached_property
     def array(self) -> Floats:
-        """What comes out."""
+        """The merged delta, computed when it is first asked for."""
         self.is_array = True
-        return self._deltas.carry_out(self, *self._again)
+        return self._deltas.carry_out(self, *self._weights_and_shares)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self.array, dtype, copy=copy)

@@ -56,7 +56,7 @@ def survey_l1(view: DeltaView, *, drop_rate: float, rescale: Rescale) -> float: 
     drops_at_random=True,
     for_delta_files=True,
     is_identity=lambda settings: not drops(settings),
-    redrops=lambda settings: settings["rescale"] != "l1",
+    only_masks=lambda settings: settings["rescale"] != "l1",
 )
 def dare(block: Block, *, drop_rate: DropRate = 0.9, rescale: Rescale = True) -> None:
     """Drop each element with probability p and divide the others by 1 - p.
@@ -112,7 +112,7 @@ ROUNDING = 1e-9  # 0.3 is as good as 1 - 0.7
     is_random=drops,
     drops_at_random=True,
     is_identity=lambda settings: not drops(settings),  # q is between 1 - p and 1
-    redrops=always,
+    only_masks=always,
 )
 def darex(
     block: Block,

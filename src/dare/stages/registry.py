@@ -221,7 +221,7 @@ class Stage:
     weights_fault: Callable[[Settings, Sequence[float]], str] = lambda _settings, _weights: ""
     is_random: Predicate = _never  # True if it draws from the mask; it then has `block.key`
     # True if it only drops by its mask at `drop_rate` and multiplies: it may do so twice.
-    redrops: Predicate = _never
+    only_masks: Predicate = _never
     # True if it leaves every delta as it is; a combine or refine stage, one delta of weight 1, if
     # all others have the weight 0.
     is_identity: Predicate = _never
@@ -249,9 +249,9 @@ class Stage:
     file: str = ""  # the file that registers it, if that lies outside of all packages
 
     @property
-    def may_redrop(self) -> bool:
+    def can_only_mask(self) -> bool:
         """Tell if there are parameters for which it only drops by its own mask."""
-        return self.redrops is not _never
+        return self.only_masks is not _never
 
     def surveys(self, settings: Settings, tensor: str, shape: tuple[int, ...]) -> bool:
         """Return whether it must see the whole of a tensor first, for these parameters."""

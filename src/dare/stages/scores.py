@@ -284,7 +284,7 @@ class Rows:
 
 
 class Fusion(NamedTuple):
-    """How far each row is from the base's, and the least importance of what is kept."""
+    """The divergence of each row from the base's, and the least importance of what is kept."""
 
     columns: int
     divergences: Floats
