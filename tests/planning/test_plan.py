@@ -43,12 +43,14 @@ def fates(made: Plan) -> dict[str, Fate]:
 # ---------------------------------------------------------------- fates
 
 
-def test_weights_are_merged_and_other_types_are_copied():
-    made = plan_of(BASE, BASE, BASE)
+def test_weights_are_merged_and_other_types_are_copied_by_those_that_have_them():
+    lacking = {name: BASE[name] for name in "en"}
+    made = plan_of(BASE, BASE, lacking, on_missing="base")
     assert fates(made) == {"w": Fate.MERGED, "e": Fate.MERGED, "n": Fate.COPIED}
-    assert {tensor.name: tensor.models for tensor in made.tensors} == dict.fromkeys("wen", (0, 1))
-    assert made.left_out == ()
-    assert made.warnings == ()
+    models = {tensor.name: tensor.models for tensor in made.tensors}
+    assert models == {"w": (0,), "e": (0, 1), "n": (0, 1)}
+    free = plan_of(BASE, BASE, on_integer_mismatch="base")  # integers need not agree then
+    assert {tensor.name: tensor.models for tensor in free.tensors}["n"] == ()
 
 
 def test_every_fate_is_told():
@@ -126,19 +128,6 @@ def test_heads_without_a_mean_are_refused(other):
         merge_arrays(BASE, models, on_extra="average", verbose=False)
     merged, _ = merge_arrays(BASE, models, on_extra="first", verbose=False)
     assert merged["score"].tolist() == [0, 0]
-
-
-def test_integers_need_not_agree_if_the_recipe_says_so():
-    assert {t.name: t.models for t in plan_of(BASE, BASE).tensors}["n"] == (0,)
-    free = plan_of(BASE, BASE, on_integer_mismatch="base")
-    assert {t.name: t.models for t in free.tensors}["n"] == ()
-
-
-def test_a_tensor_that_one_model_lacks_is_merged_from_the_others():
-    base, lacking = {"e": BASE["e"], "w": BASE["w"]}, {"e": BASE["e"]}
-    _, tensor = plan_of(base, lacking, base, on_missing="base").tensors
-    assert tensor.fate is Fate.MERGED
-    assert tensor.models == (1,)
 
 
 @pytest.mark.parametrize(("asked", "kinds"), [(None, "F32 F16 I64"), ("bfloat16", "BF16 BF16 I64")])
@@ -243,6 +232,11 @@ def test_slerp_counts_a_tensor_that_a_model_lacks_as_unchanged():
         ({"method": "sum", "on_integer_mismatch": "base"}, 1, 48 + 36 + 16),
         # A survey of a delta reads the base and that model once more.
         ({"method": "trim+sum"}, 2, 48 + 2 * 32 + 36 + 2 * 24 + 48),
+        (
+            {"method": "trim+sum", "stages": {"trim": {"scope": "model"}}},
+            2,
+            48 + 2 * 32 + 36 + 2 * 24 + 48,
+        ),
         ({"method": "trim+sum", "stages": {"trim": {"keep_ratio": 1.0}}}, 1, 48 + 36 + 48),
         # Two surveys, one after the other.
         (

@@ -44,6 +44,12 @@ def test_shared_infinities_stay_and_all_else_is_as_without_them(merged, method):
     assert np.isfinite([model.largest_delta for model in report.models]).all()
 
 
+def test_arcee_fusion_keeps_shared_infinities(merged):
+    result, report = merged(CAUSAL.copy(), [changed(1)], "arcee_fusion")
+    assert (np.isinf(result) == np.isinf(CAUSAL)).all()
+    assert report.nans == 0
+
+
 def _without(base, models):
     return np.where(np.isinf(base), np.float32(0), base), [
         np.where(np.isinf(model), np.float32(0), model) for model in models

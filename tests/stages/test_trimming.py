@@ -10,7 +10,6 @@ from combining import BACKENDS, CHUNK, combine, largest_first
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from safetensors.numpy import load_file, save_file
 
 import dare
 from dare import keep_mask
@@ -257,9 +256,8 @@ def test_tensors_of_another_ratio_are_ranked_among_themselves():
     }
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("spare_bytes", [0, None])
-def test_exact_over_chunks_threads_and_memory(threads, spare_bytes, monkeypatch):
+def test_exact_over_chunks_and_memory(spare_bytes, monkeypatch):
     if spare_bytes is not None:
         monkeypatch.setattr(Cost, "spare_bytes", spare_bytes)
     generator = np.random.default_rng(0)
@@ -268,7 +266,7 @@ def test_exact_over_chunks_threads_and_memory(threads, spare_bytes, monkeypatch)
         name: (generator.standard_normal(shape) * 10).round(1).astype(np.float32)
         for name, shape in shapes.items()
     }
-    merged = merge([model], trim={"keep_ratio": 0.3, "scope": "model"}, threads=threads)
+    merged = merge([model], trim={"keep_ratio": 0.3, "scope": "model"}, threads=3)
     expected = trimmed(model, 0.3)
     for name in shapes:
         np.testing.assert_array_equal(merged[name], expected[name])
@@ -296,34 +294,6 @@ def test_it_is_a_stable_sort(tensors, keep_ratio):
     expected = trimmed(model, keep_ratio)
     for name, part in merged.items():
         np.testing.assert_array_equal(part, expected[name])
-
-
-def test_shards_do_not_change_it_and_the_plan_counts_the_passes(tmp_path):
-    generator = np.random.default_rng(1)
-    shapes = {"z": (30, 20), "a": (11,), "m": (5, 6)}
-    base = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    tuned = {
-        name: generator.integers(-3, 4, shape).astype(np.float32) for name, shape in shapes.items()
-    }
-    save_file(base, tmp_path / "base.safetensors")
-    save_file(tuned, tmp_path / "tuned.safetensors")
-    recipe = {
-        "base": tmp_path / "base.safetensors",
-        "models": [tmp_path / "tuned.safetensors"],
-        "method": "trim+sum",
-        "stages": {"trim": PER_MODEL},
-        "verbose": False,
-    }
-    one = dare.Request.of(output=tmp_path / "one.safetensors", **recipe)
-    assert dare.plan(one).cost.passes == 2
-    dare.merge(one)
-    dare.merge(dare.Request.of(output=tmp_path / "many", shard_size=500, **recipe))
-    merged = load_file(tmp_path / "one.safetensors")
-    for path in (tmp_path / "many").glob("*.safetensors"):
-        for name, part in load_file(path).items():
-            np.testing.assert_array_equal(part, merged[name])
-    for name, part in trimmed(tuned, 0.5).items():
-        np.testing.assert_array_equal(merged[name], part)
 
 
 def test_an_error_while_observing_ends_the_merge(monkeypatch):

@@ -57,7 +57,8 @@ class Block:
     _values: Floats | None = None
     _left: NDArray[np.bool_] | None = None
     _figures: NDArray[np.int64] | None = None
-    _counts: list[int | Figure | None] = field(default_factory=list)  # as `end_stage` leaves them
+    # The survivors of each stage, as `end_stage` leaves them.
+    _counts: list[int | FigureColumn | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.size = self._survivors = self.tuned.size
@@ -218,7 +219,8 @@ class Block:
     def measured(self, figures: NDArray[np.int64]) -> None:
         """Take in the figures of the kernel that carried out the notes, a row for each chunk."""
         self._figures = figures
-        self._survivors = int(figures[:, (Figure.IN_BAND if self.band else Figure.MASKED)].sum())
+        column = FigureColumn.IN_BAND if self.band else FigureColumn.MASKED
+        self._survivors = int(figures[:, column].sum())
 
     def end_stage(self) -> None:
         """Remember for the report how many elements a stage has left.
@@ -229,9 +231,9 @@ class Block:
         if not self.is_noted:
             self._counts.append(self._survivors)
         elif self.band:
-            self._counts.append(Figure.IN_BAND)
+            self._counts.append(FigureColumn.IN_BAND)
         else:
-            self._counts.append(Figure.MASKED if self.mask else None)
+            self._counts.append(FigureColumn.MASKED if self.mask else None)
 
     def figures(self) -> list[list[int]]:
         """Return for each chunk the largest magnitude's bits, the count over the threshold, and
@@ -242,13 +244,13 @@ class Block:
         assert self._figures is not None  # carrying out has measured
         rows = []
         for (_, size), row in zip(chunk_spans(self.size), self._figures.tolist(), strict=True):
-            counts = (row[c] if isinstance(c, Figure) else c for c in self._counts)
+            counts = (row[c] if isinstance(c, FigureColumn) else c for c in self._counts)
             left = [size if count is None else count for count in counts]
-            rows.append([row[Figure.PEAK], row[Figure.OVER_THRESHOLD], *left])
+            rows.append([row[FigureColumn.PEAK], row[FigureColumn.OVER_THRESHOLD], *left])
         return rows
 
 
-class Figure(IntEnum):
+class FigureColumn(IntEnum):
     """The columns of what a kernel counts of a chunk while it carries out the notes."""
 
     PEAK = 0  # the bits of the largest magnitude
