@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,17 +39,36 @@ def test_a_dot_in_the_name_of_a_directory_means_nothing(name):
     assert lay_out(Path(name), [("a", F32, (1,))], None).is_directory
 
 
-def test_wider_types_come_first_and_then_names_in_order():
-    tensors = [
-        ("b", F16, (2,)),
-        ("d", F32, (1,)),
-        ("a", F16, (2,)),
-        ("c", I64, ()),
-        ("e", U8, (3,)),
-    ]
-    layout = lay_out(FILE, tensors, None)
-    assert names(layout) == {"out.safetensors": ["c", "d", "a", "b", "e"]}
-    assert not layout.is_directory
+def of_sizes(sizes: dict[str, int]) -> list[tuple[str, Any, tuple[int, ...]]]:
+    return [(name, F32, (count,)) for name, count in sizes.items()]
+
+
+MIXED = [("b", F16, (2,)), ("d", F32, (1,)), ("a", F16, (2,)), ("c", I64, ()), ("e", U8, (3,))]
+
+
+@pytest.mark.parametrize(
+    ("target", "tensors", "size", "files"),
+    [
+        # Wider types come first, and then names in order.
+        (FILE, MIXED, None, [["c", "d", "a", "b", "e"]]),
+        (FILE, [], None, [[]]),
+        (FOLDER, [], 8, [[]]),
+        (FOLDER, of_sizes({"a": 9, "b": 9}), None, [["a", "b"]]),
+        # Shards are filled in turn, never a byte more than asked; a larger tensor is by itself.
+        (FOLDER, of_sizes(dict.fromkeys("abcde", 2)), 16, [["a", "b"], ["c", "d"], ["e"]]),
+        (FOLDER, of_sizes({"a": 2, "b": 2, "c": 2}), 15, [["a"], ["b"], ["c"]]),
+        (FOLDER, of_sizes({"a": 1, "b": 100, "c": 1}), 8, [["a"], ["b"], ["c"]]),
+        (FOLDER, of_sizes({"a": 2, "b": 0, "c": 0}), 8, [["a", "b", "c"]]),
+    ],
+)
+def test_tensors_are_laid_out(target, tensors, size, files):
+    layout = lay_out(target, tensors, size)
+    count = len(files)
+    several = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    one = ["model.safetensors" if target is FOLDER else "out.safetensors"]
+    assert names(layout) == dict(zip(several if count > 1 else one, files, strict=True))
+    assert layout.is_directory == (target is FOLDER)
+    assert bool(layout.indexes()) == (count > 1)
 
 
 def test_the_safetensors_library_orders_tensors_the_same(tmp_path):
@@ -62,40 +82,6 @@ def test_the_safetensors_library_orders_tensors_the_same(tmp_path):
     by_place = sorted(found.values(), key=lambda info: info.start)
     described = [(info.name, info.dtype, info.shape) for info in found.values()]
     assert names(lay_out(FILE, described, None)) == {FILE.name: [info.name for info in by_place]}
-
-
-def test_a_directory_without_a_shard_size_holds_one_file():
-    layout = lay_out(FOLDER, [("a", F32, (9,)), ("b", F32, (9,))], None)
-    assert names(layout) == {"model.safetensors": ["a", "b"]}
-    assert layout.is_directory
-    assert layout.indexes() == {}
-    assert (
-        lay_out(FOLDER / "m-00001-of-00001.safetensors", [("a", F32, (9,))], None).indexes() == {}
-    )
-
-
-@pytest.mark.parametrize(
-    ("elements", "size", "shards"),
-    [
-        ({"a": 2, "b": 2, "c": 2, "d": 2, "e": 2}, 16, [["a", "b"], ["c", "d"], ["e"]]),
-        ({"a": 2, "b": 2, "c": 2}, 15, [["a"], ["b"], ["c"]]),  # never a byte more than asked
-        ({"a": 1, "b": 100, "c": 1}, 8, [["a"], ["b"], ["c"]]),  # one that is larger by itself
-        ({"a": 2, "b": 0, "c": 0}, 8, [["a", "b", "c"]]),
-    ],
-)
-def test_shards_are_filled_in_turn(elements, size, shards):
-    found = names(
-        lay_out(FOLDER, [(name, F32, (count,)) for name, count in elements.items()], size)
-    )
-    assert list(found.values()) == shards
-    count = len(shards)
-    several = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    assert list(found) == (several if count > 1 else ["model.safetensors"])
-
-
-def test_no_tensors_make_one_empty_file():
-    assert names(lay_out(FOLDER, [], 8)) == {"model.safetensors": []}
-    assert names(lay_out(FILE, [], None)) == {"out.safetensors": []}
 
 
 def test_a_file_cannot_be_sharded():

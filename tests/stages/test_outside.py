@@ -86,10 +86,14 @@ def command(folder, *more):
     ]
 
 
+def run_python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def run_dare(*arguments):
     """In a process of its own: flags are made once, and a stage brings its flags along."""
-    command = [sys.executable, "-m", "dare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return run_python("-m", "dare", *arguments)
 
 
 def test_stages_in_files_are_used_from_the_command_line(folder):
@@ -174,10 +178,7 @@ def test_a_plan_takes_its_stages_along_to_another_process(folder):
     code = (
         "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).tensors[0].stages[0].name)"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, folder / "plan"], capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "shrink\n"
+    assert run_python("-c", code, folder / "plan") == "shrink\n"
 
 
 @pytest.mark.parametrize(
@@ -212,18 +213,13 @@ def test_stages_of_an_installed_package(folder):
     entries = "[dare.stages]\nshrink = shrinking\n"
     (site / "shrinking-1.2.dist-info" / "entry_points.txt").write_text(entries)
     code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
         "import json, dare\n"
         "from dare.stages.registry import parse_method\n"
         "stage = parse_method('shrink+sum')[0]\n"
         "print(json.dumps([stage.name, stage.origin]))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r})\n{code}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(found.stdout) == ["shrink", "package shrinking 1.2"]
+    assert json.loads(run_python("-c", code)) == ["shrink", "package shrinking 1.2"]
 
 
 def test_a_search_makes_candidates_with_it_in_another_process(folder):
