@@ -181,9 +181,9 @@ def make_plan(
     extras = find_extras(base, named)
     misfits = [*(misfit for fit in fits for misfit in fit.misfits), *extras]
     problems, notices = _judge(recipe, misfits)
-    grave = [note for note in notes if note.severity is not Severity.NOTE]
+    severe = [note for note in notes if note.severity is not Severity.NOTE]
     warnings = [
-        *(*_recipe_warnings(recipe), *grave, *notices, *_taken_notices(base, names)),
+        *(*_recipe_warnings(recipe), *severe, *notices, *_taken_notices(base, names)),
         *backend_notices(options.backend),
     ]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
@@ -195,8 +195,8 @@ def make_plan(
         dtype = _output_type(recipe, fit.base, tied_to or fit.base.name, recoding)
         tensors.append(_plan_tensor(recipe, fit, dtype, tied_to, depth, named, problems, kept))
     gathered, tensors = _with_gathered(recipe, base, names, tensors)
-    strangers, displaced = _find_idle(base, named, fits)
-    problems = strangers or problems or displaced
+    unrelated, displaced = _find_idle(base, named, fits)
+    problems = unrelated or problems or displaced
     if problems:
         more = len(problems) - FINDINGS_SHOWN
         head = [f"{len(problems)} tensors do not fit together:"] if len(problems) > 1 else []
@@ -224,7 +224,7 @@ def make_plan(
         listed = sorted(described) if recoding else (t for f in layout.files.values() for t in f)
         order = {name: number for number, (name, _, _) in enumerate(listed)}
         tensors.sort(key=lambda tensor: order[tensor.name])
-    said = dict.fromkeys((*notes, *rate_notes(recipe), *_format_notes(recipe, base)))
+    all_notes = dict.fromkeys((*notes, *rate_notes(recipe), *_format_notes(recipe, base)))
     plan = Plan(
         recipe,
         base,
@@ -234,7 +234,7 @@ def make_plan(
         tuple(extra.tensor for extra in extras),
         tuple(warnings),
         layout,
-        tuple(note for note in said if note not in grave),
+        tuple(note for note in all_notes if note not in severe),
         options=options,
         gathered=gathered,
     )
@@ -459,20 +459,20 @@ def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[s
     weights = [fit for fit in fits if fit.base.dtype.is_weight]
     fitting = {number for fit in weights for number in fit.fitting}
     used = {number for fit in weights if not fit.is_mismatched for number in fit.fitting}
-    strangers, displaced = [], []
+    unrelated, displaced = [], []
     for number, (name, model) in enumerate(models if weights else ()):
         idle = f"{name}: nothing of it would be merged: "
         if number not in fitting:
             held = f" ({some_of(sorted(model.tensors))})" if model.tensors else ""
             unlike = [m for f in weights for m in f.misfits if m.found and m.models == (name,)]
             own = unlike[0] if unlike else some_of(sorted(base.tensors))
-            strangers.append(
+            unrelated.append(
                 f"{idle}none of its {len(model.tensors)} tensors{held} fits one of the base's "
                 f"({own}); use a model of this base, or leave it out"
             )
         elif number not in used:
             displaced.append(f"{idle}where it fits the base, another does not; leave that one out")
-    return strangers, displaced
+    return unrelated, displaced
 
 
 def _recipe_warnings(recipe: Recipe) -> Iterator[Notice]:

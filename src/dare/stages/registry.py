@@ -285,9 +285,9 @@ class Stage:
         """Fill in defaults and check every value."""
         for name in given:
             if name not in self.parameters:
-                said = f"{self.name} has no such parameter{did_you_mean(name, self.parameters)}"
+                fault = f"{self.name} has no such parameter{did_you_mean(name, self.parameters)}"
                 known = ", ".join(self.parameters) or "none"
-                raise RecipeError(f"{where}{name}: {said}; it has: {known}")
+                raise RecipeError(f"{where}{name}: {fault}; it has: {known}")
         return {
             name: parameter.check(given[name], where) if name in given else parameter.default
             for name, parameter in self.parameters.items()
