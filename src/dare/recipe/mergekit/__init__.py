@@ -76,7 +76,10 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
     recipes: dict[str | None, dict[str, Any]] = {}
     for root in roots:
         config = read_config(root, METHODS, tensors_of)
-        root.require(config.name not in recipes, _twice(config.name))
+        twice = f"name: a merge before this one is called {config.name} too"
+        if config.name is None:
+            twice = "name is missing: if a file has several merges, all but the last need one"
+        root.require(config.name not in recipes, twice)
         recipes[config.name] = _tables(config, differences)
         ends = [to_path(part.inputs[0].model) for part in (config.parts[0], config.parts[-1])]
         with suppress(DareError):  # the merge says what is wrong with a model
@@ -97,12 +100,6 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         tuple(differences),
         tuple(text for _, text in sorted(reading.notes)),
     )
-
-
-def _twice(name: str | None) -> str:
-    if name is None:
-        return "name is missing: if a file has several merges, all but the last need one"
-    return f"name: a merge before this one is called {name} too"
 
 
 def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:

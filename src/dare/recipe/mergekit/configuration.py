@@ -84,7 +84,9 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
             given.node.require(given is first, text)
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
     models = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
-    keys = _tokenizer(table, base or models[0], models) | _chat_template(table)
+    keys = _tokenizer(table, base or models[0], models)
+    if "chat_template" in table:
+        keys["chat_template"] = as_text(table["chat_template"], "chat_template")
     if keys.get("vocabulary", "base") != "base" or ("vocabulary" in keys and not base):
         keys["new_rows"] = "merge" if base else "merge_all"
     if stored := types.get("out_dtype", types.get("dtype")):
@@ -300,9 +302,3 @@ def _token(node: Node, base: str, models: list[str]) -> Any:
     keys = {"token": "token", "token_id": "id"}
     more = {keys[key]: row[key].value for key in keys if key in row}
     return {"model": _origin(row["model"], base, models), **more, **force}
-
-
-def _chat_template(table: Table) -> dict[str, str]:
-    if "chat_template" not in table:
-        return {}
-    return {"chat_template": as_text(table["chat_template"], "chat_template")}
