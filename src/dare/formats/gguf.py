@@ -475,7 +475,7 @@ def _splitter(tokenizer: Table) -> str:
 
 
 def _adds_space(tokenizer: Table) -> bool:
-    """Tell whether a tokenizer of pieces puts a space before a text."""
+    """Return whether a tokenizer of pieces puts a space before a text."""
     replaces = adds = False
     for step in _steps(tokenizer, "normalizer", "pre_tokenizer"):
         match step:

@@ -136,12 +136,12 @@ def as_float64(array: Any, where: str) -> NDArray[np.float64]:
 
 
 def is_torch(array: Any) -> bool:
-    """Say whether this is a torch tensor."""
+    """Return whether this is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
 def is_module(given: Any) -> TypeGuard[TorchModule]:
-    """Say whether this is a torch module."""
+    """Return whether this is a torch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.nn.Module)

@@ -208,7 +208,7 @@ class Sidecars:
         self.files[CHAT_TEMPLATE] = template.encode()
 
     def set_stop_tokens(self, stop: StopTokens) -> None:
-        """Have tokenizer, configuration and generation end a text in the same way."""
+        """Set the same stop tokens for tokenizer, configuration and generation."""
         for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
             if name in self.files:
                 document = self.table(name)

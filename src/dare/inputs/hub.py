@@ -251,7 +251,7 @@ def _listed(name: Name, commit: str, folder: Path) -> list[str]:
 def _download(
     name: Name, revision: str | None, patterns: list[str], *, bars: bool = False, **options: Any
 ) -> Path:
-    """Have the client fetch the files that match; return the folder of the commit."""
+    """Fetch the files that match with the hub's client; return the folder of the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 

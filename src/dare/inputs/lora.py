@@ -117,7 +117,7 @@ class ModulePattern:
         self._repeats = len(_REPEAT.findall(text)) - text.count("?")
 
     def matches(self, module: str) -> bool:
-        """Say whether a module's name, or what follows one of its dots, is of the pattern."""
+        """Return whether the pattern matches a module's name, or what follows one of its dots."""
         if self._ways * len(module) ** (1 + self._repeats) > MAX_MATCHES:
             raise self._refusal(f"takes too long to match {module:.200}")
         return self._whole.match(module) is not None
@@ -320,7 +320,7 @@ class LoraSource(SourceView):
         return self._model_type in CONV1D_MODELS and not module.endswith(("lm_head", "score"))
 
     def _add_parameter(self, name: str, pair: Mapping[str, str]) -> None:
-        """Take in the LoRA of a parameter: a matrix, or one for each of several experts."""
+        """Add the LoRA of a parameter: a matrix, or one for each of several experts."""
         down, up = self._factors(name, pair)
         experts = self.adapter.count_experts(self.path, name, down.shape[0], is_parameter=True)
         scale = self.adapter.scaling(name, down.shape[0] // experts)
@@ -348,7 +348,7 @@ class LoraSource(SourceView):
         self._adapted[name] = made
 
     def _add_tokens(self, module: str, key: str) -> None:
-        """Take in the trained rows of an embedding, which the base or the adapter has in full."""
+        """Add the trained rows of an embedding, which the base or the adapter has in full."""
         name, trained = f"{module}.weight", self._stored.tensors[key]
         held = {**self._base_tensors, **self.tensors}
         leaf = name.split(".")[-2:]  # what is before it may have another name in the base's files
@@ -381,7 +381,7 @@ class LoraSource(SourceView):
                 self._products[name] = product, initial
 
     def bind(self, names: Mapping[str, str]) -> None:
-        """Take the base's names of tensors, by their names here, to read what is made of them."""
+        """Set what the base calls the tensors, by their names here; computed ones read it there."""
         self._base_names = dict(names)
         for name in self._adapted.keys() - self._whole.keys():
             info = self._base_tensors.get(names.get(name, name))
@@ -391,7 +391,7 @@ class LoraSource(SourceView):
                 raise InputError(f"{self.path}: {what}; give the base that it was trained on")
 
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
-        """Take in a tensor stored in full, or a change, which may be added to one."""
+        """Add a tensor stored in full, or a change, which may be added to one."""
         admit(info, self._products, str(self.path))
         self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
         if product is not None:
@@ -472,7 +472,7 @@ class LoraSource(SourceView):
 
 
 def looks_like(path: Path) -> bool:
-    """Say whether a directory holds an adapter."""
+    """Return whether a directory holds an adapter."""
     return (path / CONFIG_NAME).is_file()
 
 

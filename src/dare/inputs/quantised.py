@@ -213,7 +213,7 @@ class Scale:
 
     @property
     def is_one(self) -> bool:
-        """Tell if there is one factor for the whole weight."""
+        """Return whether there is one factor for the whole weight."""
         return self.info.elements == 1
 
 

@@ -123,7 +123,7 @@ class Source:
         return None
 
     def leaves(self, name: str) -> bool:
-        """Tell whether a tensor that it lacks is unchanged."""
+        """Return whether a tensor that it lacks is unchanged."""
         return self.is_partial or name.startswith(self.unchanged)
 
     def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
@@ -251,7 +251,7 @@ class InputFiles(Source):
             self._open = {}
 
     def add(self, info: TensorInfo, file: Path) -> None:
-        """Take in a tensor that lies in a file from its `start` on."""
+        """Add a tensor that lies in a file from its `start` on."""
         self.tensors[info.name] = info
         self._home[info.name] = file
 

@@ -349,7 +349,7 @@ def _key_text(name: object) -> str:
 
 
 def _is_tensor(value: object) -> bool:
-    """Tell if a value is a tensor, be it one of a kind that is refused."""
+    """Return whether a value is a tensor, even one of a kind that is refused."""
     return isinstance(value, FileTensor) or (
         isinstance(value, PickledName) and "._rebuild" in value.name
     )
