@@ -10,8 +10,8 @@ import pytest
 
 import dare
 from dare.demo.merges import write_models
-from dare.output.slices import GoneError
 from dare.recipe.document import request_from_document
+from dare.run.slices import GoneError
 from helpers import write_recipe as quiet_recipe
 
 BASE = {"w": np.zeros(1000, np.float32)}
@@ -40,7 +40,7 @@ def finish(folder):
     recipe = write_recipe(folder)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", dare.DareWarning)
-        patch.setattr("dare.output.slices.Finisher.claim", gone)
+        patch.setattr("dare.run.slices.Finisher.claim", gone)
         dare.merge_slice(recipe, "1/1")
     return dare.finish(recipe)
 

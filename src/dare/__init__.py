@@ -31,7 +31,7 @@ _NAMES = {
     ),
     "mixtures.building": "moe",
     "output.receipt": "Report",
-    "output.slices": "SliceReport",
+    "run.slices": "SliceReport",
     "output.verification": "Verification verify",
     "planning.plan": "Plan",
     "recipe.options": "RunOptions",

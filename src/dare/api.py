@@ -23,15 +23,15 @@ from dare.inputs.opening import Inputs, convert_yaml, is_on_hub, take_extras
 from dare.inputs.sources import Aligned
 from dare.output.memory import MemorySink
 from dare.output.receipt import Report, find_manifest, make_report, repeating_document
-from dare.output.slices import SliceReport
 from dare.output.targets import refuse_existing
 from dare.planning.plan import Plan
 from dare.recipe.entries import OTHER_NAMES, read_toml, with_our_names
 from dare.recipe.recipe import ModelEntry, Recipe, Request, TensorRule
 from dare.recipe.settings import request_with_settings
 from dare.run.engine import execute, run, warn
-from dare.run.merging import Merge, run_finish, run_slice, take_sample
+from dare.run.merging import Merge, take_sample
 from dare.run.nested import plan_inputs, plan_request
+from dare.run.slices import SliceReport, run_finish, run_slice
 from dare.stores.locations import to_path
 from dare.tensors.header import TensorInfo
 

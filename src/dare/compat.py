@@ -27,7 +27,7 @@ from dare.analysis.sparsity import (
 )
 from dare.analysis.tallies import Sums, share_below, with_inliers
 from dare.api import merge, merge_arrays
-from dare.checks.magnitudes import NO_MAGNITUDES, Magnitudes
+from dare.checks.dropping import NO_MAGNITUDES, Magnitudes
 from dare.documents.words import times
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored

@@ -23,7 +23,7 @@ from dare.analysis.document import Analysis
 from dare.analysis.measuring import ComparedTensor
 from dare.analysis.prediction import exposures_of, tolerated_drop_rate
 from dare.analysis.results import Kind, Origin
-from dare.checks.magnitudes import BIN_SHIFT
+from dare.checks.dropping import BIN_SHIFT
 from dare.documents.shown import Display
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import array_source

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dare.analysis import tallies
-from dare.checks.magnitudes import BIN_SHIFT, BINS
+from dare.checks.dropping import BIN_SHIFT, BINS
 from dare.kernels import core, reference
 from dare.kernels.reference import LEAST, MAGNITUDE_SHIFT, MEASURED
 from dare.tensors.dtypes import WEIGHT_TYPES

@@ -12,7 +12,7 @@ import scipy.stats
 from dare.analysis.analyzing import analyze_arrays
 from dare.analysis.results import Origin
 from dare.analysis.tallies import KEPT, choose_window, spectrum_of
-from dare.checks.rank import (
+from dare.checks.sample import (
     find_noise_edge,
     find_rounding,
     median_of_noise,

@@ -14,7 +14,7 @@ from made_up import statistics
 
 from dare import analyze_arrays
 from dare.analysis.results import Histogram, Quantiles
-from dare.checks.magnitudes import BIN_SHIFT, NO_MAGNITUDES, Magnitudes, bin_edge, top_bin
+from dare.checks.dropping import BIN_SHIFT, NO_MAGNITUDES, Magnitudes, bin_edge, top_bin
 
 SHARES = (0.01, 0.05, 0.5, 0.95, 0.99)
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import dare
-from dare.output.slices import GoneError
+from dare.run.slices import GoneError
 from helpers import listing, write_recipe
 
 SIZE = 700_000  # more than a chunk
@@ -168,7 +168,7 @@ def test_slices_and_finish_refuse_likewise(tmp_path):
             dare.merge_slice(recipe, f"{number}/2")
     allowed = recipe.changed(allow_not_finite=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dare.output.slices.Finisher.claim", gone)
+        patch.setattr("dare.run.slices.Finisher.claim", gone)
         for number in (1, 2):
             dare.merge_slice(allowed, f"{number}/2")
     with refused(1):

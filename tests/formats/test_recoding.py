@@ -94,7 +94,7 @@ def test_a_complete_output_is_recognised_with_its_losses(tmp_path, models, expec
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dare.output.naming, "clear_away", dies)
+        patch.setattr(dare.output.output, "clear_away", dies)
         with pytest.raises(KeyboardInterrupt):
             dare.merge(**settings(models, tmp_path / "out.gguf"))
     report = dare.merge(**settings(models, tmp_path / "out.gguf"))

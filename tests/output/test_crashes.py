@@ -24,7 +24,7 @@ import pytest
 import dare
 from dare.documents.notices import LEFTOVERS
 from dare.errors import ExistsError
-from dare.output import naming
+from dare.output import output as publishing
 from dare.output.journal import Record
 from dare.output.output import Output
 from dare.output.sink import PIECES_NAME, FileSink
@@ -44,7 +44,7 @@ class Disk:
         self._at, self._error = at, error
         for name in CHANGES:
             patch.setattr(os, name, self._watched(getattr(os, name)))
-        patch.setattr(naming, "rename", self._watched(naming.rename))
+        patch.setattr(publishing, "rename", self._watched(publishing.rename))
 
     def _watched(self, call: Callable[..., object]) -> Callable[..., object]:
         def watched(*given: object, **more: object) -> object:
@@ -320,14 +320,14 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path, monkeypatch,
 
 
 def test_one_that_begins_while_the_name_is_given_is_left_alone(tmp_path, monkeypatch):
-    folder, real = Case("folder", tmp_path).start(), naming.rename
+    folder, real = Case("folder", tmp_path).start(), publishing.rename
 
     def rename_and_begin(old: Path, new: Path, **more: bool) -> bool:
         is_done = real(old, new, **more)
         claim(old)
         return is_done
 
-    monkeypatch.setattr(naming, "rename", rename_and_begin)
+    monkeypatch.setattr(publishing, "rename", rename_and_begin)
     report = make("folder", folder)
     assert LEFTOVERS not in [notice.code for notice in report.warnings]
     assert listing(folder / "out.partial") == [MARK_NAME]
@@ -365,7 +365,7 @@ def test_one_that_died_before_clearing_up_is_known_again(tmp_path, kind):
     case = Case(kind, tmp_path)
     folder = case.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(naming, "clear_away", lambda *_given: 1 / 0)
+        patch.setattr(publishing, "clear_away", lambda *_given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(kind, folder)
     report = make(kind, folder)
@@ -377,7 +377,7 @@ def test_one_that_died_before_clearing_up_is_known_again(tmp_path, kind):
 
 
 def test_weights_and_manifest_apart_are_known_as_such(tmp_path):
-    case, real = Case("file again", tmp_path), naming.sync_folder
+    case, real = Case("file again", tmp_path), publishing.sync_folder
     folder = case.start()
 
     def die_in_the_middle(path: Path) -> None:
@@ -385,7 +385,7 @@ def test_weights_and_manifest_apart_are_known_as_such(tmp_path):
         assert path != folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(naming, "sync_folder", die_in_the_middle)
+        patch.setattr(publishing, "sync_folder", die_in_the_middle)
         with pytest.raises(AssertionError):
             make(case.kind, folder)
     (problem,) = dare.verify(folder / case.name).problems

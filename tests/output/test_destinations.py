@@ -24,7 +24,7 @@ from dare.output.store import StoreSink
 from dare.output.targets import UNKNOWN, default_scratch, has_fitting_check, work_folder
 from dare.planning.data import Layout
 from dare.run.engine import publisher_of
-from dare.stores import reading, uploading
+from dare.stores import objects, reading
 from dare.stores.locations import to_path
 from helpers import listing, save
 
@@ -80,7 +80,7 @@ def weights(output) -> str | None:
 
 def fail_at(monkeypatch, number, *, before) -> list[str]:
     """Let the upload with this number fail, or the next step after it; return what is uploaded."""
-    upload, seen = uploading.upload, []
+    upload, seen = objects.upload, []
 
     def failing(path, content, progress=lambda _nbytes: None):
         seen.append(path.name)
@@ -91,7 +91,7 @@ def fail_at(monkeypatch, number, *, before) -> list[str]:
             raise OutputError("the network is gone")
         return stored
 
-    monkeypatch.setattr(uploading, "upload", failing)
+    monkeypatch.setattr(objects, "upload", failing)
     return seen
 
 
@@ -137,7 +137,7 @@ def test_the_plan_says_how_much_room_is_taken(store, models, tmp_path):
 
 
 def test_few_files_are_in_the_scratch_folder_at_a_time(store, models, monkeypatch, tmp_path):
-    most, upload, waits = [0], uploading.upload, threading.Event()
+    most, upload, waits = [0], objects.upload, threading.Event()
 
     def slow(path, content, progress=lambda _nbytes: None):
         if isinstance(content, Path):
@@ -146,7 +146,7 @@ def test_few_files_are_in_the_scratch_folder_at_a_time(store, models, monkeypatc
         waits.wait(0.2)
         return upload(path, content, progress)
 
-    monkeypatch.setattr(uploading, "upload", slow)
+    monkeypatch.setattr(objects, "upload", slow)
     dare.merge(recipe(models, threads=1))
     assert 1 <= max(most) <= destinations.SCRATCH_FILES
 
@@ -359,7 +359,7 @@ def test_the_shards_of_a_machine_that_is_gone_are_known_by_their_marks(
 )
 def test_where_an_output_may_go(store, models, monkeypatch, output, remedy):
     layout = Layout(to_path(output), dare.plan(recipe(models)).layout.files)
-    monkeypatch.setattr(uploading, "read_object", None)
+    monkeypatch.setattr(objects, "read_object", None)
     assert publisher_of(layout).finished_before() is None  # nobody is asked before the refusal
     if remedy is None:
         with pytest.raises(OutputError, match="choose another output"):

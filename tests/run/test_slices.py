@@ -10,10 +10,10 @@ from dare import DareWarning, InputError, OutputError, RecipeError
 from dare.cli import main
 from dare.output.output import Output
 from dare.output.sink import FileSink
-from dare.output.slices import GoneError, OneSlice
 from dare.planning.slices import Division, Slice
 from dare.run.engine import open_output
-from dare.run.merging import Merge, MergeSlice
+from dare.run.merging import Merge
+from dare.run.slices import GoneError, MergeSlice, OneSlice
 from helpers import listing, save, sha256, write_recipe
 
 METHODS = {
@@ -240,7 +240,7 @@ def test_a_slice_beside_running_ones_must_be_another_of_the_same(tmp_path, text,
 def test_a_slice_beside_a_merge_is_refused(tmp_path, monkeypatch):
     recipe = recipe_for(tmp_path)
     planned = dare.plan(recipe)
-    monkeypatch.setattr("dare.output.slices.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("dare.run.slices.JOIN_SECONDS", 0.1)
     output = open_output(Merge(planned))
     with output, pytest.raises(OutputError, match="without slices"):
         dare.merge_slice(recipe, "1/2")
@@ -305,7 +305,7 @@ def all_but_the_name(tmp_path, monkeypatch):
 
     recipe = recipe_for(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("dare.output.slices.Finisher.claim", gone)
+        patch.setattr("dare.run.slices.Finisher.claim", gone)
         for number in (1, 2):
             dare.merge_slice(recipe, f"{number}/2")
     return recipe

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from dare.errors import InputError
-from dare.stores import ahead
-from dare.stores.ahead import Ahead, StoreFile
+from dare.stores import objects
 from dare.stores.locations import to_path
+from dare.stores.objects import Ahead, StoreFile
 from dare.tensors.files import as_stream, open_input, read_beginning, read_limited
 
 MIB = 1 << 20
@@ -106,7 +106,7 @@ def test_no_more_is_held_than_allowed(large):
 
 
 def test_pieces_that_nobody_reads_make_room_after_a_while(large, monkeypatch):
-    monkeypatch.setattr(ahead, "STALE_SECONDS", 0.0)
+    monkeypatch.setattr(objects, "STALE_SECONDS", 0.0)
     room = Ahead(2 * MIB)
     file = StoreFile(large, ahead=room)
     file.prefetch(0, 2 * MIB)

@@ -12,8 +12,8 @@ import pytest
 
 from dare.errors import InputError, install_command
 from dare.stores import reading
-from dare.stores.ahead import StoreFile
 from dare.stores.locations import to_path
+from dare.stores.objects import StoreFile
 from file_server import etag_of
 
 CONTENT = bytes(range(256)) * 1000

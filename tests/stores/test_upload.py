@@ -15,7 +15,7 @@ from small_models import make_models, recipe
 
 import dare
 from dare.errors import OutputError
-from dare.stores import reading, uploading
+from dare.stores import objects, reading
 
 SHARD = 10 << 20
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server runs
 @pytest.fixture
 def client(monkeypatch, tmp_path):
     """A client of a server that the environment leads to; parts are as small as S3 takes them."""
-    monkeypatch.setattr(uploading, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     with (
@@ -44,7 +44,7 @@ def test_a_merge_into_s3_breaks_off_and_goes_on(client, tmp_path, monkeypatch):
     models = make_models(tmp_path)
     dare.merge(recipe(models, tmp_path / "local", shard_size=SHARD))
     wanted = recipe(models, "s3://models/runs/out", shard_size=SHARD)
-    upload, uploaded, read_back = uploading.upload, [], []
+    upload, uploaded, read_back = objects.upload, [], []
 
     def breaks_off(path, *given):
         if len(uploaded) == 1:
@@ -53,13 +53,13 @@ def test_a_merge_into_s3_breaks_off_and_goes_on(client, tmp_path, monkeypatch):
         return upload(path, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(uploading, "upload", breaks_off)
+        patch.setattr(objects, "upload", breaks_off)
         with pytest.raises(OutputError, match="the network is gone"):
             dare.merge(wanted)
     assert list(there(client)) == [f"runs/out/{uploaded[0]}"]
     kept = there(client)
 
-    monkeypatch.setattr(uploading, "_is_same", lambda path, _: bool(read_back.append(path)) or True)
+    monkeypatch.setattr(objects, "_is_same", lambda path, _: bool(read_back.append(path)) or True)
     report = dare.merge(wanted)
     assert report.resumed_chunks > 0
     assert read_back == []  # the ETag of each object says what is in it

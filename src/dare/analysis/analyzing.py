@@ -44,9 +44,8 @@ from dare.analysis.results import (
     TensorAnalysis,
 )
 from dare.analysis.tallies import Sums, statistics_of
-from dare.checks.magnitudes import NO_MAGNITUDES
-from dare.checks.rank import MIN_SIDE
-from dare.checks.sample import evenly_spread
+from dare.checks.dropping import NO_MAGNITUDES
+from dare.checks.sample import MIN_SIDE, evenly_spread
 from dare.documents.shown import Display, show_progress
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source

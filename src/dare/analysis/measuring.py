@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from dare.analysis import tallies
 from dare.analysis.results import OUTSIDE, Kind, Spectrum, Statistics
 from dare.analysis.tallies import Additive, Sums, Window, statistics_of, with_inliers
-from dare.checks.magnitudes import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
-from dare.checks.rank import UNROUNDED, find_rounding
+from dare.checks.dropping import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
+from dare.checks.sample import UNROUNDED, find_rounding
 from dare.inputs.sources import Raw, Source, read_chunks, read_floats
 from dare.kernels import core
 from dare.kernels.reference import LEAST, SAMPLED

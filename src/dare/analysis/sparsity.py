@@ -44,8 +44,7 @@ from dare.analysis.prediction import (
 from dare.analysis.readiness import Readiness, Verdict, assess
 from dare.analysis.results import AnalysisData, Statistics, TensorAnalysis
 from dare.analysis.tallies import Sums, share_below
-from dare.checks.dropping import Exposure
-from dare.checks.magnitudes import NO_MAGNITUDES
+from dare.checks.dropping import NO_MAGNITUDES, Exposure
 from dare.documents.notices import LIMIT, catalogue, notice
 from dare.documents.shown import json_ready
 from dare.documents.words import times

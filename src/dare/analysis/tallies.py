@@ -2,7 +2,7 @@
 
 `Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
 extremes; beside them stands how many elements have which magnitude, in bins
-(`dare.checks.magnitudes`). A quantile is the middle of the bin that it falls in, so it is off by
+(`dare.checks.dropping`). A quantile is the middle of the bin that it falls in, so it is off by
 0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse). What outliers leave of a sum
 is counted in the bins, to 0.4 %; where there are none it is the sum itself.
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.analysis.results import Histogram, Inliers, Quantiles, Spectrum, Statistics
-from dare.checks.magnitudes import (
+from dare.checks.dropping import (
     BIN_SHIFT,
     BINS,
     OCTAVE,
@@ -31,9 +31,10 @@ from dare.checks.magnitudes import (
     outlier_bin,
     top_bin,
 )
-from dare.checks.rank import (
+from dare.checks.sample import (
     UNROUNDED,
     Rounding,
+    evenly_spread,
     find_low_rank,
     find_noise_edge,
     low_rank_of,
@@ -41,7 +42,6 @@ from dare.checks.rank import (
     without_lines,
     without_spikes,
 )
-from dare.checks.sample import evenly_spread
 
 NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element counts as negligible
 # Relative error of power sums; a variance below this share of the mean square is none.

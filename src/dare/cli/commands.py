@@ -74,7 +74,8 @@ def merge(
     from dare import api
     from dare.planning.slices import Slice
     from dare.run.engine import run
-    from dare.run.merging import Merge, run_slice
+    from dare.run.merging import Merge
+    from dare.run.slices import run_slice
 
     asked = _read_request(paths, flags, verbose=verbose, quiet=quiet)
     facts = _conversion_facts(paths, flags)

@@ -5,17 +5,23 @@ journal. When a merge is resumed, every chunk the journal speaks of is hashed ag
 only those that are there byte for byte count as done; so it does not matter what was and was not
 synced when the process or the machine died. The target's name appears when everything is in place.
 
-`SoleWriter` opens the journal for a process that makes the whole output; `dare.output.slices` has
+`SoleWriter` opens the journal for a process that makes the whole output; `dare.run.slices` has
 what several processes do instead.
+
+A directory gets its name in one step: by a rename, or by exchanging names with the one that it
+replaces, so that the name never leads nowhere. A file follows its manifest. What is left over when
+a process dies in between is known by the journal, and the next run removes it. Of a replaced
+directory only the files are deleted that its manifest names.
 """
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -29,11 +35,13 @@ from dare.errors import (
     VerificationError,
 )
 from dare.output.journal import Journal, JournalContent, Record, is_held, read_locked
-from dare.output.naming import clear_away, give_name, has_mark_only
 from dare.output.sink import FileSink, Metadata, check_free_space, explaining, make_sink
 from dare.output.targets import (
     JOURNAL_NAME,
+    MANIFEST_NAME,
     MARK_NAME,
+    REPLACED,
+    check_replaceable,
     check_target,
     claim,
     has_mark,
@@ -45,10 +53,11 @@ from dare.output.targets import (
     slice_journals,
     work_folder,
     write_synced,
+    written_files,
 )
 from dare.planning.data import Layout
 from dare.tensors.chunks import bytes_digest
-from dare.tensors.system import sync_folder
+from dare.tensors.system import rename, sync_folder
 
 
 class Identity(NamedTuple):
@@ -321,3 +330,123 @@ class Output:
             digests = self.sink.complete(metadata, whole=whole)
             self.add_files(self.sink.layout.indexes())
             return self._publisher.publish(self, seal(manifest, {**digests, **self.others}))
+
+
+# ---------------------------------------------------------------- giving the name
+
+
+def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
+    """Give a complete output its name, sync the folders `made` for it; return what fails later."""
+    target, folder = layout.target, partial_folder(layout.target)
+    name = _name_directory if layout.is_directory else _name_file
+    name(folder, layout, overwrite=overwrite)
+    problems: list[str] = []
+    for parent in dict.fromkeys((target.parent, *(path.parent for path in made))):
+        _attempt(problems, sync_folder, parent)
+    clear_away(layout, problems)
+    return problems
+
+
+def _name_directory(folder: Path, layout: Layout, *, overwrite: bool) -> None:
+    target = layout.target
+    if rename(folder, target):
+        return
+    _refuse_newcomer(layout, overwrite=overwrite)
+    if not rename(folder, target, exchange=True):
+        target.rename(target.with_name(f"{target.name}{REPLACED}{os.getpid()}"))
+        folder.rename(target)
+
+
+def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
+    target = layout.target
+    manifest = manifest_path(target)
+    if os.path.lexists(target):
+        _refuse_newcomer(layout, overwrite=overwrite)
+        if target.suffix != ".safetensors":  # which of the two there are now, a manifest has it
+            (folder / target.name).replace(target)
+            sync_folder(target.parent)
+            (folder / manifest.name).replace(manifest)
+            return
+    (folder / manifest.name).replace(manifest)
+    sync_folder(target.parent)
+    weights = folder / target.name
+    if overwrite:
+        weights.replace(target)
+    elif not rename(weights, target):
+        _refuse_newcomer(layout, overwrite=False)
+
+
+def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
+    """Refuse to replace what appeared during the merge, unless that is allowed."""
+    if not overwrite:
+        what = "appeared during the merge; move it away and run the same merge again"
+        raise OutputError(f"{layout.target}: {what}")
+    check_replaceable(layout)
+
+
+# ---------------------------------------------------------------- clearing away
+
+
+def has_mark_only(layout: Layout) -> bool:
+    """Tell whether nothing but a mark or an empty folder is left to clear away."""
+    target = layout.target
+    if layout.is_directory:
+        return has_mark(target) and not os.path.lexists(target / JOURNAL_NAME)
+    folder = partial_folder(target)
+    is_done = target.exists() and folder.is_dir() and not folder.is_symlink()
+    return is_done and not set(os.listdir(folder)) - {MARK_NAME}
+
+
+def clear_away(layout: Layout, problems: list[str]) -> None:
+    """Remove the replaced output, and the temporary files of this one."""
+    home = layout.target
+    if layout.is_directory:
+        for replaced in _replaced(home):
+            _attempt(problems, _remove_output, replaced)
+        _attempt(problems, sync_folder, home.parent)
+        if problems:
+            return  # what tells the next run to clear away stays
+    else:
+        home = partial_folder(home)
+    for name in (JOURNAL_NAME, MARK_NAME):  # by the mark what is left is known to the last
+        if not problems:
+            _attempt(problems, os.unlink, home / name)
+    if not problems and not layout.is_directory:
+        _attempt(problems, os.rmdir, home)
+
+
+def _replaced(target: Path) -> Iterator[Path]:
+    """Yield the folders of outputs that have been replaced."""
+    names = f"{glob.escape(target.name)}{REPLACED}*"
+    for path in (partial_folder(target), *target.parent.glob(names)):
+        is_begun = has_mark(path) and not os.path.lexists(path / MANIFEST_NAME)
+        is_under_way = is_begun or os.path.lexists(path / JOURNAL_NAME)
+        if path.is_dir() and not path.is_symlink() and not is_under_way:
+            yield path
+
+
+def _remove_output(folder: Path) -> None:
+    """Remove the files of a directory that its manifest names, and the manifest last."""
+    if not any(folder.iterdir()):
+        folder.rmdir()
+        return
+    manifest = folder / MANIFEST_NAME
+    files = written_files(folder)
+    for file in sorted(files - {manifest}):
+        file.unlink(missing_ok=True)
+    subfolders = {parent for file in files for parent in file.parents if folder in parent.parents}
+    for subfolder in sorted(subfolders, reverse=True):
+        with suppress(FileNotFoundError):
+            subfolder.rmdir()
+    manifest.unlink()
+    folder.rmdir()
+
+
+def _attempt(problems: list[str], action: Callable[[Path], None], path: Path) -> None:
+    """Do something; a failure is noted, as the output is complete without it."""
+    try:
+        action(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, OutputError) as error:
+        problems.append(str(error))

@@ -31,10 +31,10 @@ from dare.output.receipt import METADATA_KEY, checked_metadata
 from dare.output.sink import Bytes, FileSink, Metadata, explaining
 from dare.output.targets import JOURNAL_NAME, has_mark, manifest_path, work_folder
 from dare.planning.data import Layout
-from dare.stores import uploading
+from dare.stores import objects
 from dare.stores.locations import StorePath, is_stored
+from dare.stores.objects import StoredObject
 from dare.stores.reading import forget, in_background
-from dare.stores.uploading import StoredObject
 from dare.tensors.chunks import SEAL, bytes_digest, chunk_count
 
 SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
@@ -62,10 +62,10 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
     if not target.key or target.key.endswith(".."):
         raise OutputError(f"{target}: is not a name for an output; add a name after the bucket")
     largest = max(layout.sizes, default=0)
-    if largest > uploading.MAX_OBJECT_BYTES:
+    if largest > objects.MAX_OBJECT_BYTES:
         raise OutputError(
             f"{target}: a file would be {show_size(largest)}, and an object can be at most "
-            f"{show_size(uploading.MAX_OBJECT_BYTES)}; set shard_size"
+            f"{show_size(objects.MAX_OBJECT_BYTES)}; set shard_size"
         )
     for file in inputs:
         if {target, manifest_path(target)} & {file, *file.parents}:
@@ -76,11 +76,11 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
 def _existing(layout: Layout) -> list[str]:
     """The names of what lies where the output would be."""
     assert is_stored(layout.target)
-    below = uploading.list_names(layout.target)  # which raises where there is no such bucket
+    below = objects.list_names(layout.target)  # which raises where there is no such bucket
     if layout.is_directory:
         return below
     names = layout.target.name, manifest_path(layout.target).name
-    return [name for name in names if uploading.describe_object(_place(layout, name)) is not None]
+    return [name for name in names if objects.describe_object(_place(layout, name)) is not None]
 
 
 def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
@@ -93,7 +93,7 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
         raise ExistsError(layout.target)
     ours = {*known, *_written_names(layout)}
     for name in (name for name in found if name not in ours):
-        seen = uploading.describe_object(_place(layout, name))
+        seen = objects.describe_object(_place(layout, name))
         if seen is not None and not seen.is_ours:
             raise OutputError(
                 f"{layout.target}: contains {name}, which was not made by dare, so it is not "
@@ -106,7 +106,7 @@ def _written_names(layout: Layout) -> list[str]:
     """Return the files that the manifest in the store lists, and the manifest itself."""
     name = manifest_path(layout.target).name
     try:
-        document = json.loads(uploading.read_object(_place(layout, name)) or b"")
+        document = json.loads(objects.read_object(_place(layout, name)) or b"")
         return [*document["files"], name] if SEAL in document else []
     except (ValueError, RecursionError, TypeError, KeyError):
         return []
@@ -153,7 +153,7 @@ class StoreSink(FileSink):
         self._journal, self._ours = journal, set(found.ours)
         journal.note_synced(ours=sorted(self._ours))
         for file, (size, version) in found.sent.items():
-            seen = uploading.describe_object(self._place(file)) if file in self.built else None
+            seen = objects.describe_object(self._place(file)) if file in self.built else None
             if seen is not None and (seen.size, seen.version) == (size, version):
                 self._sent[file] = seen
 
@@ -170,7 +170,7 @@ class StoreSink(FileSink):
             self._sending.release()
         if discard:
             with suppress(OutputError):
-                uploading.delete(self._place(file) for file in self._sent)
+                objects.delete(self._place(file) for file in self._sent)
         super().close()
 
     def _place(self, name: str) -> StorePath:
@@ -300,7 +300,7 @@ class StoreSink(FileSink):
                 announced = time.monotonic()
                 self.announce(f"uploaded {show_size(sent)} of {show_size(size)} of {name}")
 
-        return uploading.upload(self._place(name), path, progress)
+        return objects.upload(self._place(name), path, progress)
 
     def free_place(self) -> None:
         """Delete what is replaced, its manifest first, before anything is uploaded."""
@@ -309,7 +309,7 @@ class StoreSink(FileSink):
         known = {*self._ours, *self._sent}
         found = _replaceable(self.layout, known, overwrite=self.overwrite)
         self._journal.note_synced(ours=sorted([*found, *self.built]))
-        uploading.delete(self._place(name) for name in found if name not in self._sent)
+        objects.delete(self._place(name) for name in found if name not in self._sent)
         self._is_free = True
 
     def _raise(self) -> None:
@@ -351,9 +351,7 @@ class StorePublisher(Publisher):
             return None
         if found.finished is None:
             return None
-        manifest = uploading.read_object(
-            _place(self.layout, manifest_path(self.layout.target).name)
-        )
+        manifest = objects.read_object(_place(self.layout, manifest_path(self.layout.target).name))
         return found if bytes_digest(manifest or b"") == found.finished else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
@@ -374,7 +372,7 @@ class StorePublisher(Publisher):
         journal.note_synced(finished=bytes_digest(manifest))
         for other in output.others:  # of which the index is the last
             sink.upload(other)
-        uploading.upload(_place(self.layout, name), manifest)
+        objects.upload(_place(self.layout, name), manifest)
         try:
             shutil.rmtree(self.folder)
         except OSError as error:

@@ -14,7 +14,7 @@ from dare.kernels import DEVICES, GROUP, Device
 from dare.planning.data import PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.stages import Stage
-from dare.stores.uploading import sending_bytes
+from dare.stores.objects import sending_bytes
 from dare.tensors.system import available_cores, available_memory
 
 INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and the library take

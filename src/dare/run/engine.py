@@ -1,9 +1,10 @@
 """A plan is run into a sink, and a receipt says what was done.
 
-`run` stands once, for everything that writes a model: a merge, a slice of it, a delta file, a model
-that is restored, an adapter. It refuses what must not be written, takes an earlier try over, has
-the work done with a progress bar, puts the last files beside the weights and gives the output its
-name. What differs is the `Work`: its identity, its sink, what is done to chunks, and its receipt.
+There is one `run`, for everything that writes a model: a merge, a slice of it, a delta file, a
+model that is restored, an adapter. It refuses what must not be written, takes an earlier try over,
+has the work done with a progress bar, puts the last files beside the weights and gives the output
+its name. What differs is the `Work`: its identity, its sink, what is done to chunks, and its
+receipt.
 
 `execute` carries a plan out with the threads of this process.
 """

@@ -1,18 +1,16 @@
-"""Merges as works of the engine: a whole one, one of its slices, and the end of all slices."""
+"""A merge of files into an output, as a work of the engine."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from dare.checks.inputs import check_chunks
 from dare.checks.sample import SampledModels, sample_models
 from dare.documents.notices import LEFTOVERS, notice
-from dare.errors import InputError, OutputError, RecipeError, VerificationError
-from dare.output.journal import BusyError, JournalContent, Record
+from dare.errors import InputError, RecipeError, VerificationError
+from dare.output.journal import JournalContent, Record
 from dare.output.output import Publisher
 from dare.output.receipt import (
     Digests,
@@ -25,11 +23,9 @@ from dare.output.receipt import (
 )
 from dare.output.sidecars import sidecar_files
 from dare.output.sink import FileSink
-from dare.output.slices import Finisher, GoneError, OneSlice, SliceReport
 from dare.output.targets import seal
 from dare.planning.plan import Plan
-from dare.planning.slices import Division, Slice
-from dare.run.engine import Receipt, Work, begin, perform, warn
+from dare.run.engine import Receipt, Work, warn
 
 
 class Merge(Work[Report]):
@@ -135,128 +131,3 @@ def check_digests(plan: Plan, digests: Digests) -> None:
             f"{digests.output}, not {recipe.output_digest}); the manifest was edited, or "
             "written by another version. Nothing was written"
         )
-
-
-# ---------------------------------------------------------------- slices
-
-
-class MergeSlice(Work[SliceReport]):
-    """One slice of a merge, which others publish, or this one if it is the last."""
-
-    def __init__(self, merge: Merge, part: Slice) -> None:
-        super().__init__(merge.plan, merge.layout)
-        self.verb = f"slice {part}"
-        self.merge = merge
-        self.division = Division(merge.plan, part.of)
-        self.share = self.division.share(part.number)
-        self.part = OneSlice(part, self.share)
-
-    @property
-    def nbytes(self) -> int:
-        """Its part of what the merge reads, and what it observes of the tensors of others."""
-        plan = self.plan
-        own = plan.cost.bytes_read * self.division.nbytes(self.share) // self.division.total
-        return own + sum(
-            tensor.base.nbytes + plan.source_of(tensor, census.model).tensors[tensor.name].nbytes
-            for census in plan.censuses
-            for tensor in census.tensors
-            if tensor.name not in self.share
-        )
-
-    def recognise(self, found: JournalContent) -> SliceReport | None:
-        if (report := self.merge.recognise(found)) is None:
-            return None
-        return SliceReport(str(self.part.part), 0, 0, 0, 0.0, (), report)
-
-    def prepare(self) -> None:
-        self.merge.prepare()
-
-    def make_sink(self, publisher: Publisher) -> FileSink:
-        return self.merge.make_sink(publisher)
-
-    def carry_out(self) -> Sequence[Record]:
-        self.part.adopt()
-        return self.execute(share=self.share)
-
-    def conclude(self, records: Sequence[Record]) -> Receipt[SliceReport]:
-        del records  # they are in the slice's journal
-        bytes_read, resumed = self.meter.bytes_read, len(self.output.resumed)
-        self.part.end(bytes_read)
-        chunks, left = sum(map(len, self.share.values())), self.part.unfinished()
-        figures = chunks, resumed, bytes_read, self.seconds, left
-        return Receipt(SliceReport(str(self.part.part), *figures, None))
-
-
-class Finish(Merge):
-    """The end of a merge whose slices have made all chunks."""
-
-    verb = "finishing"
-
-    def __init__(self, plan: Plan, part: Finisher, after: MergeSlice | None = None) -> None:
-        super().__init__(plan)
-        self._part = part
-        self._after = after
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    def prepare(self) -> None:
-        if self._after is None:
-            super().prepare()
-        else:
-            self.sample = self._after.merge.sample
-
-    def carry_out(self) -> Sequence[Record]:
-        self.noticed[:0] = self._after.noticed if self._after is not None else ()
-        self._part.adopt(self.output, self.plan)
-        return self.output.resumed
-
-    def conclude(self, records: Sequence[Record]) -> Receipt[Report]:
-        part = self._part
-        return self._receipt(records, part.seconds, part.bytes_read, part.resumed_chunks)
-
-
-def run_slice(
-    plan: Plan,
-    text: str,
-    *,
-    overwrite: bool,
-    wait: float,
-    before: Callable[[], None] = lambda: None,
-) -> SliceReport:
-    """Make one slice; publish the output if it was the last."""
-    started, part = time.perf_counter(), Slice.parse(text)
-    check_sliceable(plan)
-    work = MergeSlice(Merge(plan), part)
-    finished = begin(work, overwrite=overwrite, resume=True)
-    before()
-    if finished is not None:
-        return finished
-    done = perform(work, overwrite=overwrite, part=work.part)
-    report = None
-    if not done.unfinished:
-        finisher = Finisher(wait)
-        last = Finish(plan, finisher, after=work)
-        # Another slice may have come as far at the same moment, and publishes it.
-        with suppress(GoneError, BusyError):
-            report = perform(last, overwrite=overwrite, part=finisher)
-    return replace(done, seconds=time.perf_counter() - started, report=report)
-
-
-def run_finish(plan: Plan, *, overwrite: bool) -> Report:
-    """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    check_sliceable(plan)
-    finisher = Finisher()
-    work = Finish(plan, finisher)
-    finished = begin(work, overwrite=overwrite, resume=True)
-    return finished or perform(work, overwrite=overwrite, part=finisher)
-
-
-def check_sliceable(plan: Plan) -> None:
-    """Refuse an output that slices cannot make."""
-    if (cluster := plan.options.cluster) is not None:
-        raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
-    if plan.layout is not None and plan.layout.is_sent:
-        remedy = "merge without --slice, or copy the output there afterwards"
-        raise OutputError(f"{plan.layout.target}: slices cannot write to a store; {remedy}")

@@ -33,7 +33,7 @@ from dare.stores.locations import StorePath, check_inside
 from dare.tensors.system import IS_POSIX, NO_LINKS, NO_WAIT, read_some, system_call, write_some
 
 if TYPE_CHECKING:
-    from dare.stores.ahead import Ahead, StoreFile
+    from dare.stores.objects import Ahead, StoreFile
 
 ALIGNMENT = 4096  # direct writes start and end at multiples of this, in the file and in memory
 
@@ -118,14 +118,14 @@ def open_input(file: Path, stamp: Stamp | None = None, ahead: Ahead | None = Non
     """
     if not isinstance(file, StorePath):
         return LocalFile(open_ordinary(file))
-    from dare.stores.ahead import StoreFile
+    from dare.stores.objects import StoreFile
 
     return StoreFile(file, stamp, ahead)
 
 
 def share_ahead(nbytes: int) -> Ahead:
     """Return a bound on what several files in a store read ahead, together."""
-    from dare.stores.ahead import Ahead
+    from dare.stores.objects import Ahead
 
     return Ahead(nbytes)
 

@@ -21,7 +21,7 @@ from servers import AZURITE, S3, AzuriteServer, SwiftServer
 from small_models import make_models, recipe
 
 import dare
-from dare.stores import uploading
+from dare.stores import objects
 from dare.stores.reading import forget
 
 _NUMBERS = itertools.count()
@@ -88,7 +88,7 @@ def s3_server() -> Iterator[S3]:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of the least size that S3 takes, so that small models have some."""
-    monkeypatch.setattr(uploading, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(objects, "PART_BYTES", 5 << 20)
 
 
 @pytest.fixture(autouse=True)

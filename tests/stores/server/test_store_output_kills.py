@@ -19,9 +19,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from small_models import recipe
-from dare.stores import uploading
+from dare.stores import objects
 import dare
-uploading.PART_BYTES = 5 << 20
+objects.PART_BYTES = 5 << 20
 report = dare.merge(recipe(Path(sys.argv[1]), sys.argv[2], shard_size=int(sys.argv[3])))
 print(report.resumed_chunks)
 """

@@ -74,7 +74,7 @@ def test_an_output_in_azures_store_is_read_back(container, models, tmp_path, mon
     assert (found.ok, found.sha256) == (True, dare.verify(tmp_path / "local").sha256)
     with pytest.raises(OutputError, match="overwrite"):
         dare.merge(recipe(models, f"{container}/runs/out"))
-    monkeypatch.setattr("dare.stores.uploading._is_same", lambda *_: False)
+    monkeypatch.setattr("dare.stores.objects._is_same", lambda *_: False)
     with pytest.raises(OutputError, match="run the merge again"):
         dare.merge(recipe(models, f"{container}/another"))
     with pytest.raises(OutputError, match=r"no-such-container.*make it first"):

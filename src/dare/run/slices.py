@@ -17,16 +17,16 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dare.documents.document import Document, Tone
 from dare.documents.shown import Shown
 from dare.documents.words import pace_text, times
-from dare.errors import InputError, MismatchError, OutputError, VerificationError
+from dare.errors import InputError, MismatchError, OutputError, RecipeError, VerificationError
 from dare.output.journal import (
     BusyError,
     Journal,
@@ -39,8 +39,10 @@ from dare.output.journal import (
     is_held,
     read_journal,
 )
-from dare.output.output import Output, SoleWriter
-from dare.output.receipt import Report
+from dare.output.output import Output, Publisher, SoleWriter
+from dare.output.receipt import (
+    Report,
+)
 from dare.output.sink import FileSink
 from dare.output.targets import (
     JOURNAL_NAME,
@@ -51,6 +53,8 @@ from dare.output.targets import (
 )
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
+from dare.run.engine import Receipt, Work, begin, perform
+from dare.run.merging import Merge
 from dare.tensors.names import some_of
 from dare.tensors.system import sync_folder
 
@@ -332,3 +336,128 @@ class Finisher(SoleWriter):
 
 def _first_of(slices: Iterable[object]) -> str:
     return some_of([str(part) for part in slices], SLICES_SHOWN)
+
+
+# ---------------------------------------------------------------- the works
+
+
+class MergeSlice(Work[SliceReport]):
+    """One slice of a merge, which others publish, or this one if it is the last."""
+
+    def __init__(self, merge: Merge, part: Slice) -> None:
+        super().__init__(merge.plan, merge.layout)
+        self.verb = f"slice {part}"
+        self.merge = merge
+        self.division = Division(merge.plan, part.of)
+        self.share = self.division.share(part.number)
+        self.part = OneSlice(part, self.share)
+
+    @property
+    def nbytes(self) -> int:
+        """Its part of what the merge reads, and what it observes of the tensors of others."""
+        plan = self.plan
+        own = plan.cost.bytes_read * self.division.nbytes(self.share) // self.division.total
+        return own + sum(
+            tensor.base.nbytes + plan.source_of(tensor, census.model).tensors[tensor.name].nbytes
+            for census in plan.censuses
+            for tensor in census.tensors
+            if tensor.name not in self.share
+        )
+
+    def recognise(self, found: JournalContent) -> SliceReport | None:
+        if (report := self.merge.recognise(found)) is None:
+            return None
+        return SliceReport(str(self.part.part), 0, 0, 0, 0.0, (), report)
+
+    def prepare(self) -> None:
+        self.merge.prepare()
+
+    def make_sink(self, publisher: Publisher) -> FileSink:
+        return self.merge.make_sink(publisher)
+
+    def carry_out(self) -> Sequence[Record]:
+        self.part.adopt()
+        return self.execute(share=self.share)
+
+    def conclude(self, records: Sequence[Record]) -> Receipt[SliceReport]:
+        del records  # they are in the slice's journal
+        bytes_read, resumed = self.meter.bytes_read, len(self.output.resumed)
+        self.part.end(bytes_read)
+        chunks, left = sum(map(len, self.share.values())), self.part.unfinished()
+        figures = chunks, resumed, bytes_read, self.seconds, left
+        return Receipt(SliceReport(str(self.part.part), *figures, None))
+
+
+class Finish(Merge):
+    """The end of a merge whose slices have made all chunks."""
+
+    verb = "finishing"
+
+    def __init__(self, plan: Plan, part: Finisher, after: MergeSlice | None = None) -> None:
+        super().__init__(plan)
+        self._part = part
+        self._after = after
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def prepare(self) -> None:
+        if self._after is None:
+            super().prepare()
+        else:
+            self.sample = self._after.merge.sample
+
+    def carry_out(self) -> Sequence[Record]:
+        self.noticed[:0] = self._after.noticed if self._after is not None else ()
+        self._part.adopt(self.output, self.plan)
+        return self.output.resumed
+
+    def conclude(self, records: Sequence[Record]) -> Receipt[Report]:
+        part = self._part
+        return self._receipt(records, part.seconds, part.bytes_read, part.resumed_chunks)
+
+
+def run_slice(
+    plan: Plan,
+    text: str,
+    *,
+    overwrite: bool,
+    wait: float,
+    before: Callable[[], None] = lambda: None,
+) -> SliceReport:
+    """Make one slice; publish the output if it was the last."""
+    started, part = time.perf_counter(), Slice.parse(text)
+    check_sliceable(plan)
+    work = MergeSlice(Merge(plan), part)
+    finished = begin(work, overwrite=overwrite, resume=True)
+    before()
+    if finished is not None:
+        return finished
+    done = perform(work, overwrite=overwrite, part=work.part)
+    report = None
+    if not done.unfinished:
+        finisher = Finisher(wait)
+        last = Finish(plan, finisher, after=work)
+        # Another slice may have come as far at the same moment, and publishes it.
+        with suppress(GoneError, BusyError):
+            report = perform(last, overwrite=overwrite, part=finisher)
+    return replace(done, seconds=time.perf_counter() - started, report=report)
+
+
+def run_finish(plan: Plan, *, overwrite: bool) -> Report:
+    """Publish an output whose slices are all done; raise OutputError if something is missing."""
+    check_sliceable(plan)
+    finisher = Finisher()
+    work = Finish(plan, finisher)
+    finished = begin(work, overwrite=overwrite, resume=True)
+    return finished or perform(work, overwrite=overwrite, part=finisher)
+
+
+def check_sliceable(plan: Plan) -> None:
+    """Refuse an output that slices cannot make."""
+    if (cluster := plan.options.cluster) is not None:
+        raise RecipeError(f'cluster = "{cluster}": slices run without one; leave it out')
+    if plan.layout is not None and plan.layout.is_sent:
+        remedy = "merge without --slice, or copy the output there afterwards"
+        raise OutputError(f"{plan.layout.target}: slices cannot write to a store; {remedy}")
