@@ -68,26 +68,23 @@ def front_matter(card: str) -> dict[str, Any]:
     return metadata
 
 
-def test_the_front_matter_is_what_the_hub_expects(merged: tuple[Plan, Report]) -> None:
-    assert front_matter(model_card(*merged).decode()) == {
+def test_the_front_matter_is_what_the_hub_expects_and_what_holds_for_the_base(merged, tmp_path):
+    own = {
         "base_model": ["llama", "math.safetensors", "co|de"],
         "base_model_relation": "merge",
         "library_name": "transformers",
         "tags": ["merge", "dare-merge"],
     }
-
-
-def test_what_holds_for_the_base_holds_for_the_output(
-    merged: tuple[Plan, Report], tmp_path: Path
-) -> None:
+    assert front_matter(model_card(*merged).decode()) == own
     (tmp_path / "README.md").write_text(CARD)
     planned, report = merged
     card = model_card(dataclasses.replace(planned, base_card=inherited(tmp_path)), report)
-    metadata = front_matter(card.decode())
-    assert metadata["license"] == "llama3"
-    assert metadata["license_link"] == "https://example.org/a#b"
-    assert metadata["pipeline_tag"] == "text-generation"
-    assert metadata["library_name"] == "transformers"
+    assert front_matter(card.decode()) == {
+        **own,
+        "license": "llama3",
+        "license_link": "https://example.org/a#b",
+        "pipeline_tag": "text-generation",
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,13 +108,16 @@ def test_a_card_of_the_base_that_says_nothing_of_use_is_passed_over(
     assert inherited(tmp_path) == {}
 
 
-@pytest.mark.parametrize("name", ["no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"])
-def test_any_name_is_valid_in_the_front_matter(name: str, tmp_path: Path) -> None:
-    planned, report = merge_in(tmp_path, output=tmp_path / "out")
-    entry = planned.recipe.models[0].changed(file=Path(name))
-    recipe = planned.recipe.changed(models=(entry, planned.recipe.models[1]))
+def test_any_name_is_valid_in_the_front_matter_and_none_ends_the_recipes_block(merged):
+    planned, report = merged
+    for name in ("no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"):
+        entry = planned.recipe.models[0].changed(file=Path(name))
+        recipe = planned.recipe.changed(models=(entry, planned.recipe.models[1]))
+        card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
+        assert name in front_matter(card)["base_model"]
+    recipe = planned.recipe.changed(output=Path("a```b"))
     card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
-    assert name in front_matter(card)["base_model"]
+    assert "\n````toml\n" in card
 
 
 def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
@@ -135,18 +135,6 @@ def test_all_figures_are_told(merged: tuple[Plan, Report]) -> None:
     assert "- large deltas: math: |δ| exceeds".replace("|", "\\|") in card
     assert "Mask version 1." in card
     assert "dare merged --output again" in card
-
-
-def test_a_card_of_the_base_that_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "README.md").symlink_to("/etc/passwd")
-    with pytest.raises(InputError, match=r"README\.md"):
-        merge_in(tmp_path)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:
-    card = model_card(*merged).decode()
     document = tomllib.loads(card.split("```toml\n")[1].split("```")[0])
     assert document == {
         "method": "dare+linear",
@@ -158,6 +146,14 @@ def test_the_recipe_can_be_read_again(merged: tuple[Plan, Report]) -> None:
         ],
         "output": "merged",
     }
+
+
+def test_a_card_of_the_base_that_cannot_be_read_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "README.md").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match=r"README\.md"):
+        merge_in(tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_folder_is_told(merged: tuple[Plan, Report], tmp_path: Path) -> None:
@@ -177,10 +173,3 @@ def test_the_text_does_not_depend_on_place_or_time(tmp_path: Path) -> None:
     assert cards[0] == cards[1]
     again = merge_in(tmp_path / "d" / "work", threads=2, max_memory=1 << 28)
     assert model_card(*again) == cards[0]
-
-
-def test_a_recipe_cannot_end_its_own_block(merged: tuple[Plan, Report]) -> None:
-    planned, report = merged
-    recipe = planned.recipe.changed(output=Path("a```b"))
-    card = model_card(dataclasses.replace(planned, recipe=recipe), report).decode()
-    assert "\n````toml\n" in card
