@@ -18,7 +18,7 @@ import pytest
 import dare
 from dare.errors import MismatchError, OutputError, RecipeError
 from dare.output import store as destinations
-from dare.output.output import Identity, Output
+from dare.output.output import Output
 from dare.output.receipt import METADATA_KEY
 from dare.output.store import StoreSink
 from dare.output.targets import UNKNOWN, default_scratch, has_fitting_check, work_folder
@@ -246,15 +246,6 @@ def test_shards_count_only_if_their_inputs_are_the_same(store, models, monkeypat
     assert weights("s3://bucket/runs/out")
 
 
-def test_another_merge_takes_the_place_of_one_that_broke_off(store, models, tmp_path, monkeypatch):
-    break_off(models, monkeypatch, 2)
-    report = dare.merge(recipe(models, shard_size=None, seed=9))
-    assert report.resumed_chunks == 0
-    assert names(store) == ["dare-manifest.json", "model.safetensors"]
-    dare.merge(recipe(models, tmp_path / "out", shard_size=None, seed=9))
-    assert weights("s3://bucket/runs/out") == weights(tmp_path / "out")
-
-
 def test_a_merge_that_died_after_the_last_step_is_complete(store, models, monkeypatch):
     def die(*_args, **_more):
         raise KeyboardInterrupt
@@ -281,14 +272,6 @@ def test_what_can_never_be_finished_leaves_nothing(store, models, monkeypatch):
     assert not default_scratch().exists()
 
 
-def test_one_process_at_a_time(store, models):
-    layout = dare.plan(recipe(models)).layout
-    publisher = publisher_of(layout)
-    other = Output(publisher.make_sink({}), publisher, Identity("f"))
-    with other, pytest.raises(OutputError, match="another process"):
-        dare.merge(recipe(models))
-
-
 # ---------------------------------------------------------------- what may be replaced
 
 
@@ -304,7 +287,8 @@ def test_an_output_is_replaced_if_told_to_and_loses_its_manifest_first(
         with pytest.raises(OutputError, match="network"):
             dare.merge(recipe(models, seed=9, shard_size=None), overwrite=True)
     assert "dare-manifest.json" not in names(store)
-    dare.merge(recipe(models, seed=9, shard_size=None))
+    break_off(models, monkeypatch, 2, seed=8)
+    assert dare.merge(recipe(models, seed=9, shard_size=None)).resumed_chunks == 0
     assert names(store) == ["dare-manifest.json", "model.safetensors"]
     dare.merge(recipe(models, tmp_path / "out", seed=9, shard_size=None))
     assert weights("s3://bucket/runs/out") == weights(tmp_path / "out")
