@@ -105,7 +105,7 @@ class JournalContent:
     ours: list[str] = field(default_factory=list)  # names in a store that this merge may change
 
     @property
-    def stranger(self) -> str:
+    def origin(self) -> str:
         """Say who left it, for a journal with another fingerprint."""
         theirs, ours = self.writer or "unknown", _describe_writer(WRITER)
         return f"was left by another merge or version of dare ({theirs}; this is {ours})"

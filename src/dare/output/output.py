@@ -192,7 +192,7 @@ class Output:
         self._publisher = publisher
         self._part = part or SoleWriter()
         self._discards = discards  # what is incomplete is of no use to the next try
-        self._is_void = False
+        self._removes_folder = False
 
     def __enter__(self) -> Self:
         try:
@@ -203,9 +203,9 @@ class Output:
                 assert self.journal is not None  # opening it was the first thing
                 self.sink.begin(self.journal, found)
                 self._part.open_files(self.sink)
-            self._is_void = not self.resumed and not self.doubtful
+            self._removes_folder = not self.resumed and not self.doubtful
             check_free_space(self.sink)
-            self._is_void = self._discards
+            self._removes_folder = self._discards
             self.sink.reserve()
             self.resumed = self._intact(self.resumed)
             self.doubtful = self._intact(self.doubtful)
@@ -219,7 +219,9 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
         is_fatal = kind is not None and issubclass(kind, self._part.FATAL)
         self.sink.close(discard=is_fatal)
-        if self.journal is not None and ((self._is_void and not self._part.is_shared) or is_fatal):
+        if self.journal is not None and (
+            (self._removes_folder and not self._part.is_shared) or is_fatal
+        ):
             # Nothing is in it, or this can never be finished as it was planned.
             self.journal.release()
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -260,7 +262,7 @@ class Output:
         if self.clear({MARK_NAME, JOURNAL_NAME}) and self.resume:
             self.started_over = "its journal cannot be read, so it starts over"
             if found.fingerprint is not None:
-                self.started_over = f"{found.stranger}, and is not used"
+                self.started_over = f"{found.origin}, and is not used"
 
     def clear(self, kept: Collection[str]) -> bool:
         """Remove all but these files, also sidecars of an earlier try; tell if there were any."""
@@ -326,7 +328,7 @@ class Output:
         their own, or that of the `whole` file.
         """
         with self.explaining():
-            self._is_void = False
+            self._removes_folder = False
             digests = self.sink.complete(metadata, whole=whole)
             self.add_files(self.sink.layout.indexes())
             return self._publisher.publish(self, seal(manifest, {**digests, **self.others}))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +93,7 @@ class Place(NamedTuple):
 
 
 class Backend(ABC):
-    """The means of one worker to compute, on some device."""
+    """Computes for one worker, on some device."""
 
     batch_elements: int  # elements of each input that a batch may have
     inputs: Bytes  # a row for the base and one for each model, which a batch is read into
@@ -125,9 +124,7 @@ class Backend(ABC):
 
 def open_backend(plan: Plan) -> Backend:
     """Make a backend of the plan's kind."""
-    module, name = _BACKENDS[plan.backend]
-    made: Backend = getattr(import_module(module), name)(plan)
-    return made
+    return _BACKENDS[plan.backend](plan)
 
 
 # True for a model that is given by deltas; for each stage its function, settings and draw.
@@ -352,4 +349,4 @@ class ArrayBackend(Backend):
         return counts
 
 
-_BACKENDS = dict.fromkeys(("cpu", "reference"), (__name__, "ArrayBackend"))  # module and class
+_BACKENDS: dict[str, Callable[[Plan], Backend]] = {"cpu": ArrayBackend, "reference": ArrayBackend}

@@ -202,7 +202,7 @@ class MergedSource(Source):
 
 
 class _Maker(threading.local):
-    """The means of each thread to make chunks, one after the other in the same room."""
+    """Makes chunks for each thread, one after the other in the same buffer."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

@@ -271,7 +271,7 @@ class Finisher(SoleWriter):
         found = self._found = output.journal.read()
         if found.fingerprint != fingerprint:
             raise OutputError(
-                f"{folder}: {found.stranger}; finish it with the recipe and the version "
+                f"{folder}: {found.origin}; finish it with the recipe and the version "
                 "that started it, or delete the folder"
             )
         for file in slice_journals(folder).values():

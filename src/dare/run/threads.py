@@ -122,13 +122,13 @@ class _Schedule(Generic[AnyStep]):
         self,
         steps: Sequence[AnyStep],
         known: Results,
-        takers: int,
+        threads: int,
         batch_elements: int,
         one_group: bool,
     ) -> None:
         self.stop = threading.Event()  # set when no more steps are to be done
         self._steps = steps
-        self._takers = takers
+        self._threads = threads
         self._batch_elements = batch_elements
         self._one_group = one_group
         self._changed = threading.Condition()
@@ -155,7 +155,7 @@ class _Schedule(Generic[AnyStep]):
         """
         with self._changed:
             while not self.stop.is_set() and self._first_undone < len(self._steps):
-                room = min(self._batch_elements, self._left // (2 * self._takers))
+                room = min(self._batch_elements, self._left // (2 * self._threads))
                 if places := self._take(room):
                     return places
                 self._changed.wait()

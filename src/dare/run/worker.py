@@ -218,12 +218,12 @@ class Worker:
     """Does the steps of a plan with a backend of its own; the inputs must be open."""
 
     def __init__(
-        self, plan: Plan, backend: Backend, code: Coder, progress: Progress, stop: threading.Event
+        self, plan: Plan, backend: Backend, coder: Coder, progress: Progress, stop: threading.Event
     ) -> None:
         self._plan = plan
         self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self._backend = backend
-        self._code = code
+        self._coder = coder
         self._progress = progress
         self._stop = stop
 
@@ -240,12 +240,12 @@ class Worker:
             match work:
                 case list():
                     yield from (
-                        [made] for made in self._code(list(self._read_batch(work, results)))
+                        [made] for made in self._coder(list(self._read_batch(work, results)))
                     )
                 case Make() as step:
-                    assert isinstance(self._code, Recoder)  # as the output has another format
+                    assert isinstance(self._coder, Recoder)  # as the output has another format
                     read = partial(self._read_made, step, results)
-                    yield self._code.store(self._tensors[step.tensor], step.chunk, read)
+                    yield self._coder.store(self._tensors[step.tensor], step.chunk, read)
                 case Survey(tensor=name, model=None):
                     yield self._survey_all(self._tensors[name], results)
                 case Survey(tensor=name, model=int(model), conclusions=conclusions):
@@ -391,7 +391,7 @@ class Worker:
         """
         most, together, place = self._backend.batch_elements, list[Make](), 0
         for step in steps:
-            if not isinstance(step, Make) or isinstance(self._code, Recoder):
+            if not isinstance(step, Make) or isinstance(self._coder, Recoder):
                 if together:
                     yield together
                     together = []

@@ -41,7 +41,7 @@ else:
 
 @dataclass(frozen=True)
 class Access:
-    """The means to request objects at a place, or below it; some are secret."""
+    """What requests for objects at a place, or below it, need; some of it is secret."""
 
     password: str = field(default="", repr=False)  # `name:password` of the address
     # The part after the `?`: the signature of a signed address, or a token.
