@@ -107,15 +107,6 @@ def put(folder: Path, files) -> None:
             (folder / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_foreign_folder_where_the_output_would_be_made_is_left_as_it_was(
-    place: Place, scenario: Scenario, files
-):
-    place.reset({})
-    put(place.work / f"{scenario.output}.partial", files)
-    check_nothing_lost(place, scenario, ())
-
-
 def check_nothing_lost(place: Place, scenario: Scenario, more: tuple[str, ...]) -> None:
     """All that was in the work folder is there afterwards, with or without an output beside it."""
     before = contents(place.work)
@@ -129,23 +120,20 @@ def check_nothing_lost(place: Place, scenario: Scenario, more: tuple[str, ...]) 
     assert place.inputs_are_whole(thoroughly=True)
 
 
-@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
-def test_a_link_where_the_output_would_be_made_is_not_followed(
-    place: Place, scenario: Scenario, more
+@pytest.mark.parametrize("what", [*FOREIGN, "a file", "a link", "a link to nothing"])
+def test_what_is_where_the_output_would_be_made_is_left_as_it_was(
+    place: Place, scenario: Scenario, what
 ):
-    place.reset({})
-    for files in ({}, NOTES, FOREIGN["somebody's first version"]):
-        put(place.work / "precious", files)
-        (place.work / f"{scenario.output}.partial").symlink_to("precious")
+    partial = place.work / f"{scenario.output}.partial"
+    for more in ((), ("--overwrite",)):
+        place.reset({f"{scenario.output}.partial": b"precious"} if what == "a file" else {})
+        if what in FOREIGN:
+            put(partial, FOREIGN[what])
+        elif what != "a file":
+            partial.symlink_to("precious")
+        if what == "a link":
+            put(place.work / "precious", FOREIGN["somebody's first version"])
         check_nothing_lost(place, scenario, more)
-        place.reset({})
-    (place.work / f"{scenario.output}.partial").symlink_to("nowhere")
-    check_nothing_lost(place, scenario, more)
-
-
-def test_a_file_where_the_output_would_be_made_is_left_alone(place: Place, scenario: Scenario):
-    place.reset({f"{scenario.output}.partial": b"precious"})
-    check_nothing_lost(place, scenario, ())
 
 
 def test_an_empty_folder_where_the_output_would_be_made_can_be_used(
