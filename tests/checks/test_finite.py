@@ -148,13 +148,18 @@ def test_a_model_without_weight_in_a_tensor_may_be_broken_there():
 # ---------------------------------------------------------------- other ways in
 
 
-def test_arrays_and_the_published_functions_refuse_likewise():
+def test_arrays_candidates_and_the_published_functions_refuse_likewise(tmp_path):
     base, tuned = vectors([5], size=1000)
     with refused(1, "model 0", size=1000):
         dare.merge_arrays(base, [tuned], method="sum")
     with refused(1, "model 0", size=1000):
         dare.dare_sparsify(base, tuned, drop_rate=0.5)
     dare.merge_arrays(base, [tuned], allow_not_finite=True, verbose=False)
+    recipe = write_recipe(tmp_path, base, [tuned], method="sum")
+    with refused(1, size=1000):
+        dare.Candidates(recipe).make()
+    allowed = recipe.changed(allow_not_finite=True)
+    assert np.isnan(dare.Candidates(allowed).make().arrays["v"][5])
 
 
 def test_slices_and_finish_refuse_likewise(tmp_path):
@@ -200,12 +205,3 @@ def test_chunks_that_overflow_are_refused_by_slices_resumed_merges_and_candidate
     for way in (*ways, lambda: dare.merge(given)):
         with pytest.raises(dare.NotFiniteError, match=r"^v: 1 value .* F16; set dtype = BF16"):
             way()
-
-
-def test_candidates_are_refused_likewise(tmp_path):
-    base, tuned = vectors([5], size=1000)
-    recipe = write_recipe(tmp_path, base, [tuned], method="sum")
-    with refused(1, size=1000):
-        dare.Candidates(recipe).make()
-    allowed = recipe.changed(allow_not_finite=True)
-    assert np.isnan(dare.Candidates(allowed).make().arrays["v"][5])

@@ -36,9 +36,27 @@ def merge(folder, *models, **settings):
     return dare.merge(Request.of(**{**given, "models": files, "verbose": False, **settings}))
 
 
-def test_the_base_among_the_models_is_refused(folder):
-    with pytest.raises(dare.RecipeError, match=r"base\.safetensors: is the base.*out of models"):
-        merge(folder, "base", "math")
+ON_DELTAS = {"method": "slerp", "stages": {"slerp": {"on": "deltas"}}}
+REFUSED = [
+    (("base", "math"), {}, r"base\.safetensors: is the base.*out of models"),
+    (("base", "math"), ON_DELTAS, r'is the base.*set on = "weights" in \[slerp\]'),
+    (("symlink", "math"), {}, r"symlink\.safetensors: is the base"),
+    (("second", "math"), {}, r"second\.safetensors: is the base"),
+    (("math", "code", "math"), {}, r"math\.safetensors: is among the models twice; take"),
+    (("math", "link"), {}, r"link\.safetensors: is the file .*math\.safe"),
+    (("code", "math", "merged"), {}, r"merged\.safetensors: .*code and math"),
+    (("math", "merged"), {}, r"merged\.safetensors: .* math; .*models"),
+]
+
+
+@pytest.mark.parametrize(("models", "settings", "reason"), REFUSED)
+def test_a_model_that_is_there_already_is_refused_under_any_name(folder, models, settings, reason):
+    merge(folder, "code", "math", output=folder / "merged.safetensors")
+    (folder / "symlink.safetensors").symlink_to(folder / "base.safetensors")
+    (folder / "second.safetensors").hardlink_to(folder / "base.safetensors")
+    (folder / "link.safetensors").hardlink_to(folder / "math.safetensors")
+    with pytest.raises(dare.RecipeError, match=reason):
+        merge(folder, *models, **settings)
 
 
 def test_a_delta_file_of_the_base_itself_is_refused_too(folder):
@@ -53,11 +71,6 @@ def test_an_interpolation_may_begin_at_the_base(folder, method):
     os.link(folder / "base.safetensors", folder / "copy.safetensors")
     linked = merge(folder, "copy", "math", method=method, output=folder / "linked.safetensors")
     assert linked.digests.output == report.digests.output
-
-
-def test_a_base_has_no_delta_to_interpolate(folder):
-    with pytest.raises(dare.RecipeError, match=r'is the base.*set on = "weights" in \[slerp\]'):
-        merge(folder, "base", "math", method="slerp", stages={"slerp": {"on": "deltas"}})
 
 
 def test_every_method_must_interpolate_where_the_base_is_a_model(folder):
@@ -76,40 +89,15 @@ def test_one_goes_on_from_the_base_to_an_earlier_interpolation(folder):
         merge(folder, "math", "half", method="slerp")
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symlink", "hard link"])
-def test_under_another_name_it_is_still_the_base(folder, link):
-    link(folder / "base.safetensors", folder / "copy.safetensors")
-    with pytest.raises(dare.RecipeError, match=r"copy\.safetensors: is the base"):
-        merge(folder, "copy", "math")
-
-
 def test_a_base_with_a_weight_is_meant(folder):
     entry = ModelEntry(file=folder / "base.safetensors", weight=0.5)
     report = merge(folder, entry, "math", method="linear")
     assert report.warnings == ()
 
 
-def test_a_model_twice_is_refused(folder):
-    with pytest.raises(
-        dare.RecipeError, match=r"math\.safetensors: is among the models twice; take"
-    ):
-        merge(folder, "math", "code", "math")
-    os.link(folder / "math.safetensors", folder / "link.safetensors")
-    with pytest.raises(dare.RecipeError, match=r"link\.safetensors: is the file .*math\.safe"):
-        merge(folder, "math", "link")
-
-
 def test_two_masks_of_one_model_are_meant(folder):
     entries = [ModelEntry(file=folder / "math.safetensors", seed=seed) for seed in (1, 2)]
     assert merge(folder, *entries).models[1].seed == 2
-
-
-def test_an_earlier_output_among_its_models_is_refused(folder):
-    merge(folder, "code", "math", output=folder / "merged.safetensors")
-    with pytest.raises(dare.RecipeError, match=r"merged\.safetensors: .*code and math"):
-        merge(folder, "code", "math", "merged")
-    with pytest.raises(dare.RecipeError, match=r"merged\.safetensors: .* math; .*models"):
-        merge(folder, "math", "merged")
 
 
 def test_outputs_are_merged_on_purpose(folder):
