@@ -18,62 +18,57 @@ from hypothesis import strategies as st
 from dare.run.threads import BATCH_ELEMENTS, STEPS_READ_AHEAD, run_steps
 
 
-class Task:
-    """A step that needs nothing, and does itself."""
-
-    id, needs, group, elements = None, (), 0, 1
-
-    def __init__(self, work, log=None):
-        self.work = work
-        self.log = log
-
-    def prefetch(self):
-        if self.log is not None:
-            self.log.append(self)
-
-    def run(self, worker):
-        self.work(worker)
+@dataclass(frozen=True)
+class Step:
+    id: str
+    needs: tuple[str, ...] = ()
+    group: int = 0
+    elements: int = 1
 
 
-def make_list(_stop):
-    return []
+class Adder:
+    """The result of a step: its id, and in brackets what it was given."""
 
-
-class Doer:
-    def __init__(self, state):
-        self.state = state
-
-    def prefetch(self, task):
-        task.prefetch()
+    def prefetch(self, step):
+        pass
 
     def do(self, steps, results):
-        return [task.run(self.state) for task in steps]
+        return [self.run(step, results) for step in steps]
 
-
-def run_tasks(tasks, make_state, threads):
-    run_steps(tasks, lambda stop: Doer(make_state(stop)), threads)
+    def run(self, step, results):
+        return f"{step.id}({''.join(results[need] for need in step.needs)})"
 
 
 def test_what_comes_later_is_prefetched_before():
-    log, seen = [], []
-    tasks = [Task(lambda _w: seen.append(len(log)), log) for _ in range(20)]
-    run_tasks(tasks, make_list, 1)
+    asked, seen = [], []
+
+    class Worker(Adder):
+        def prefetch(self, step):
+            asked.append(step)
+
+        def run(self, step, results):
+            seen.append(len(asked))
+
+    run_steps([Step(str(n)) for n in range(20)], lambda _stop: Worker(), 1)
     assert all(count >= min(20, n + STEPS_READ_AHEAD + 1) for n, count in enumerate(seen))
 
 
 def test_an_error_in_a_thread_tells_the_others_to_stop():
-    seen = threading.Event()
+    is_waiting = threading.Event()
 
-    def wait_for_stop(stop):
-        seen.set()
-        assert stop.wait(30)
+    class Worker(Adder):
+        def __init__(self, stop):
+            self.stop = stop
 
-    def fail(_stop):
-        assert seen.wait(30)
-        raise ValueError("injected")
+        def run(self, step, results):
+            if step.id == "fails":
+                assert is_waiting.wait(30)
+                raise ValueError("injected")
+            is_waiting.set()
+            assert self.stop.wait(30)
 
     with pytest.raises(ValueError, match="injected"):
-        run_tasks([Task(wait_for_stop), Task(fail)], lambda stop: stop, 2)
+        run_steps([Step("waits"), Step("fails")], Worker, 2)
 
 
 def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
@@ -102,27 +97,6 @@ def test_ctrl_c_stops_the_threads_and_is_raised(tmp_path):
 
 
 # ---------------------------------------------------------------- steps that need each other
-
-
-@dataclass(frozen=True)
-class Step:
-    id: str
-    needs: tuple[str, ...] = ()
-    group: int = 0
-    elements: int = 1
-
-
-class Adder:
-    """The result of a step: its id, and in brackets what it was given."""
-
-    def prefetch(self, step):
-        pass
-
-    def do(self, steps, results):
-        return [self.run(step, results) for step in steps]
-
-    def run(self, step, results):
-        return f"{step.id}({''.join(results[need] for need in step.needs)})"
 
 
 def results_of(steps, threads, **options):
