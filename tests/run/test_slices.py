@@ -70,8 +70,7 @@ def slice_output(recipe, text):
     """What a process that does this slice holds."""
     planned = dare.plan(recipe)
     part = Slice.parse(text)
-    work = MergeSlice(Merge(planned), part)
-    return open_output(work, part=work.part)
+    return open_output(MergeSlice(Merge(planned), part))
 
 
 def stopped(recipe, text):

@@ -175,7 +175,7 @@ class Output:
         *,
         resume: bool = True,
         overwrite: bool = False,
-        part: SoleWriter | None = None,
+        writer: SoleWriter | None = None,
         discards: bool = False,
     ) -> None:
         self.sink = sink
@@ -190,19 +190,19 @@ class Output:
         self.others: dict[str, str] = {}  # digests of the files beside the weights
         self.made: list[Path] = []  # folders that did not exist
         self._publisher = publisher
-        self._part = part or SoleWriter()
+        self._writer = writer or SoleWriter()
         self._discards = discards  # what is incomplete is of no use to the next try
         self._removes_folder = False
 
     def __enter__(self) -> Self:
         try:
             with self.explaining():
-                self.made = self._part.claim(self.folder)
-                found = self._part.open_journal(self)
+                self.made = self._writer.claim(self.folder)
+                found = self._writer.open_journal(self)
                 self._sort(found)
                 assert self.journal is not None  # opening it was the first thing
                 self.sink.begin(self.journal, found)
-                self._part.open_files(self.sink)
+                self._writer.open_files(self.sink)
             self._removes_folder = not self.resumed and not self.doubtful
             check_free_space(self.sink)
             self._removes_folder = self._discards
@@ -217,10 +217,10 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_error: object) -> None:
-        is_fatal = kind is not None and issubclass(kind, self._part.FATAL)
+        is_fatal = kind is not None and issubclass(kind, self._writer.FATAL)
         self.sink.close(discard=is_fatal)
         if self.journal is not None and (
-            (self._removes_folder and not self._part.is_shared) or is_fatal
+            (self._removes_folder and not self._writer.is_shared) or is_fatal
         ):
             # Nothing is in it, or this can never be finished as it was planned.
             self.journal.release()
@@ -283,13 +283,13 @@ class Output:
     def _sort(self, found: JournalContent) -> None:
         """Sort chunks by whether their inputs are known to be the same."""
         for stamps, record in found.records.values():
-            if self.sink.expects(record) and self._part.owns(record):
+            if self.sink.expects(record) and self._writer.owns(record):
                 is_same = stamps == self.identity.stamps
                 (self.resumed if is_same else self.doubtful).append(record)
 
     def _intact(self, records: list[Record]) -> list[Record]:
         """Keep the records whose chunk is there as the journal says."""
-        to_rehash = self._part.must_rehash(records)
+        to_rehash = self._writer.must_rehash(records)
         with ThreadPoolExecutor() as pool:
             there = list(itertools.compress(to_rehash, pool.map(self.sink.has, to_rehash)))
         checked = {record.key for record in to_rehash}

@@ -72,6 +72,7 @@ class Work(Generic[R]):
     verb = "merging"
     can_be_sent = False  # True if it may be made in a store
     discards = False  # True if what is incomplete is of no use to the next try
+    writer = SoleWriter()  # what this process does of the output
 
     def __init__(self, plan: Plan, layout: Layout, *fingerprint: str) -> None:
         self.plan = plan
@@ -169,19 +170,10 @@ def run(
     resume: bool = True,
     before: Callable[[], None] = lambda: None,
 ) -> R:
-    """Make an output; return the report of an earlier run if that was complete.
+    """Make an output; refuse one that is an input, or exists and is not this work's own.
 
-    `before` is called when nothing stands in the way.
-    """
-    finished = begin(work, overwrite=overwrite, resume=resume)
-    before()
-    return finished or perform(work, overwrite=overwrite, resume=resume)
-
-
-def begin(work: Work[R], *, overwrite: bool, resume: bool) -> R | None:
-    """Refuse an output that is an input, or exists and is not this work's own.
-
-    Return the report if this very work was complete when its process died.
+    If this very work was complete when its process died, return its report. `before` is called when
+    nothing stands in the way.
     """
     layout, publisher = work.layout, publisher_of(work.layout)
     if layout.is_sent and not work.can_be_sent:
@@ -193,17 +185,16 @@ def begin(work: Work[R], *, overwrite: bool, resume: bool) -> R | None:
     publisher.clear_leftovers(finished=found is not None)
     if report is None:
         publisher.check(work.inputs, overwrite=overwrite)
-    return report
+    before()
+    return report or perform(work, overwrite=overwrite, resume=resume)
 
 
-def perform(
-    work: Work[R], *, overwrite: bool = False, resume: bool = True, part: SoleWriter | None = None
-) -> R:
+def perform(work: Work[R], *, overwrite: bool = False, resume: bool = True) -> R:
     """Make an output whose place was checked."""
     started = time.perf_counter()
     work.prepare()
     with (
-        open_output(work, overwrite=overwrite, resume=resume, part=part) as output,
+        open_output(work, overwrite=overwrite, resume=resume) as output,
         show_progress(work.nbytes, work.verb, visible=work.verbose) as display,
     ):
         work.start(output, display, started)
@@ -216,14 +207,18 @@ def perform(
     return work.end(receipt.report, problems)
 
 
-def open_output(
-    work: Work[Any], *, overwrite: bool = False, resume: bool = True, part: SoleWriter | None = None
-) -> Output:
+def open_output(work: Work[Any], *, overwrite: bool = False, resume: bool = True) -> Output:
     """Put together where the bytes of a work go, their journal, and the way to its name."""
     publisher = publisher_of(work.layout)
-    sink, how = work.make_sink(publisher), {"overwrite": overwrite, "discards": work.discards}
-    resume = resume and not work.discards
-    return Output(sink, publisher, work.identity, resume=resume, part=part, **how)
+    return Output(
+        work.make_sink(publisher),
+        publisher,
+        work.identity,
+        resume=resume and not work.discards,
+        overwrite=overwrite,
+        writer=work.writer,
+        discards=work.discards,
+    )
 
 
 def warn(plan: Plan, notices: Iterable[Notice]) -> None:

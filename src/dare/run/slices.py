@@ -53,7 +53,7 @@ from dare.output.targets import (
 )
 from dare.planning.plan import Plan
 from dare.planning.slices import Division, Share, Slice
-from dare.run.engine import Receipt, Work, begin, perform
+from dare.run.engine import Receipt, Work, perform, run
 from dare.run.merging import Merge
 from dare.tensors.names import some_of
 from dare.tensors.system import sync_folder
@@ -344,13 +344,15 @@ def _first_of(slices: Iterable[object]) -> str:
 class MergeSlice(Work[SliceReport]):
     """One slice of a merge, which others publish, or this one if it is the last."""
 
+    writer: OneSlice
+
     def __init__(self, merge: Merge, part: Slice) -> None:
         super().__init__(merge.plan, merge.layout)
         self.verb = f"slice {part}"
         self.merge = merge
         self.division = Division(merge.plan, part.of)
         self.share = self.division.share(part.number)
-        self.part = OneSlice(part, self.share)
+        self.writer = OneSlice(part, self.share)
 
     @property
     def nbytes(self) -> int:
@@ -367,7 +369,7 @@ class MergeSlice(Work[SliceReport]):
     def recognise(self, found: JournalContent) -> SliceReport | None:
         if (report := self.merge.recognise(found)) is None:
             return None
-        return SliceReport(str(self.part.part), 0, 0, 0, 0.0, (), report)
+        return SliceReport(str(self.writer.part), 0, 0, 0, 0.0, (), report)
 
     def prepare(self) -> None:
         self.merge.prepare()
@@ -376,26 +378,27 @@ class MergeSlice(Work[SliceReport]):
         return self.merge.make_sink(publisher)
 
     def carry_out(self) -> Sequence[Record]:
-        self.part.adopt()
+        self.writer.adopt()
         return self.execute(share=self.share)
 
     def conclude(self, records: Sequence[Record]) -> Receipt[SliceReport]:
         del records  # they are in the slice's journal
         bytes_read, resumed = self.meter.bytes_read, len(self.output.resumed)
-        self.part.end(bytes_read)
-        chunks, left = sum(map(len, self.share.values())), self.part.unfinished()
+        self.writer.end(bytes_read)
+        chunks, left = sum(map(len, self.share.values())), self.writer.unfinished()
         figures = chunks, resumed, bytes_read, self.seconds, left
-        return Receipt(SliceReport(str(self.part.part), *figures, None))
+        return Receipt(SliceReport(str(self.writer.part), *figures, None))
 
 
 class Finish(Merge):
     """The end of a merge whose slices have made all chunks."""
 
     verb = "finishing"
+    writer: Finisher
 
-    def __init__(self, plan: Plan, part: Finisher, after: MergeSlice | None = None) -> None:
+    def __init__(self, plan: Plan, wait: float = 0, after: MergeSlice | None = None) -> None:
         super().__init__(plan)
-        self._part = part
+        self.writer = Finisher(wait)
         self._after = after
 
     @property
@@ -410,12 +413,12 @@ class Finish(Merge):
 
     def carry_out(self) -> Sequence[Record]:
         self.noticed[:0] = self._after.noticed if self._after is not None else ()
-        self._part.adopt(self.output, self.plan)
+        self.writer.adopt(self.output, self.plan)
         return self.output.resumed
 
     def conclude(self, records: Sequence[Record]) -> Receipt[Report]:
-        part = self._part
-        return self._receipt(records, part.seconds, part.bytes_read, part.resumed_chunks)
+        made = self.writer
+        return self._receipt(records, made.seconds, made.bytes_read, made.resumed_chunks)
 
 
 def run_slice(
@@ -430,28 +433,21 @@ def run_slice(
     started, part = time.perf_counter(), Slice.parse(text)
     check_sliceable(plan)
     work = MergeSlice(Merge(plan), part)
-    finished = begin(work, overwrite=overwrite, resume=True)
-    before()
-    if finished is not None:
-        return finished
-    done = perform(work, overwrite=overwrite, part=work.part)
+    done = run(work, overwrite=overwrite, before=before)
+    if done.report is not None:  # of a process that died when all was done
+        return done
     report = None
     if not done.unfinished:
-        finisher = Finisher(wait)
-        last = Finish(plan, finisher, after=work)
         # Another slice may have come as far at the same moment, and publishes it.
         with suppress(GoneError, BusyError):
-            report = perform(last, overwrite=overwrite, part=finisher)
+            report = perform(Finish(plan, wait, after=work), overwrite=overwrite)
     return replace(done, seconds=time.perf_counter() - started, report=report)
 
 
 def run_finish(plan: Plan, *, overwrite: bool) -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
     check_sliceable(plan)
-    finisher = Finisher()
-    work = Finish(plan, finisher)
-    finished = begin(work, overwrite=overwrite, resume=True)
-    return finished or perform(work, overwrite=overwrite, part=finisher)
+    return run(Finish(plan), overwrite=overwrite)
 
 
 def check_sliceable(plan: Plan) -> None:
