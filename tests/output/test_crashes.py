@@ -179,6 +179,27 @@ def test_writes_may_be_short(case, monkeypatch):
     case.check(case.start(), "short writes")
 
 
+def test_weights_and_then_their_name_are_on_the_disk(case, monkeypatch):
+    synced, ever, real = set[int](), set[int](), os.fsync
+
+    def sync(file_descriptor: int) -> None:
+        for found in (synced, ever):
+            found.add(os.fstat(file_descriptor).st_ino)
+        real(file_descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    folder = case.start()
+    for place, name in ((os, "replace"), (publishing, "rename")):  # the name is to be synced again
+        call = getattr(place, name)
+        moved = lambda *given, call=call, **more: synced.clear() or call(*given, **more)  # noqa: E731
+        monkeypatch.setattr(place, name, moved)
+    make(case.kind, folder)
+    assert folder.stat().st_ino in synced
+    inputs = (folder / "base", folder / "model")
+    published = [p for p in folder.rglob("*") if p not in inputs and p.parent not in inputs]
+    assert [path for path in published if path.stat().st_ino not in ever] == []
+
+
 # ---------------------------------------------------------------- what changes between two tries
 
 
