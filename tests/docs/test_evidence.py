@@ -43,13 +43,6 @@ def a_set(world: str, **scores: tuple[float, float]) -> dict[str, Any]:
     return {"world": world, "kind": "pair", "scores": found}
 
 
-def a_model(world: str, full: float, error: float, dropped: float) -> dict[str, Any]:
-    return {
-        **{"world": world, "base": 40.0, "full": full},
-        **{"rescaled": {"0.9": [dropped]}, "error": error},
-    }
-
-
 def test_a_set_is_won_only_beyond_its_half_width(evidence: ModuleType) -> None:
     scores = [(62.0, 1.9), (62.0, 2.0), (58.0, 2.0), (57.9, 2.0)]
     sets = [a_set("w", linear=(60.0, 0.0), sum=score) for score in scores]
@@ -78,38 +71,6 @@ def test_few_bases_give_no_interval(evidence: ModuleType) -> None:
 def test_verdicts(evidence: ModuleType, low: float, high: float, verdict: str) -> None:
     assert evidence.Estimate((low + high) / 2, low, high, 9).verdict == verdict
     assert verdict in evidence.VERDICTS
-
-
-def test_shares_of_a_gain(evidence: ModuleType) -> None:
-    model = a_model("w", 60.0, 0.1, 55.0)
-    assert evidence.kept(model, [45.0, 55.0]) == 0.5
-    assert evidence.shares([model], "rescaled", "0.9") == [("w", 0.75)]
-    assert evidence.Estimate(0.754, 0.5, -0.002, 4).percent == "75 % (50 … 0)"
-
-
-def test_models_that_gained_little_are_left_out(evidence: ModuleType) -> None:
-    singles = [a_model("w", full, 0.1, 50.0) for full in (44.9, 45.0)]
-    found = evidence.Evidence([], [], [{"world": "w", "about": "text", "singles": singles}])
-    assert [model["full"] for model in found.gainers] == [45.0]
-
-
-def test_ranks_within_and_across_bases(evidence: ModuleType) -> None:
-    models = [a_model("a", 60, 1, 58), a_model("a", 60, 2, 50), a_model("b", 60, 3, 59)]
-    within, across = (
-        evidence.rank_correlation(models, lambda model: model["error"], same_base=same)
-        for same in (True, False)
-    )
-    assert (within, across) == (1.0, -1.0)
-
-
-def test_magnitude_is_held_against_what_is_no_larger(evidence: ModuleType) -> None:
-    sizes = {"random 0, 2 bits": (2.0, 0.9), "random 0.5, 2 bits": (1.0, 0.5)}
-    random = [evidence.Storing(n, "full", bits, [("w", k)]) for n, (bits, k) in sizes.items()]
-    ours = evidence.Storing("magnitude 0.8, 4 bits", "full", 1.5, [("w", 0.75)])
-    rival = ours.best_rival([*random, ours])
-    assert rival is random[1]
-    assert ours.minus(rival).mean == 0.25
-    assert random[1].best_rival([random[0]]) is None
 
 
 def test_reading_chooses_the_single_model_on_validation_items(

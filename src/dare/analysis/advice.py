@@ -54,7 +54,7 @@ UNFIT_CODES = ("nothing_compared", "not_finite", "unrelated", "equals_base")
 
 
 def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
-    """Return the rows of a table with its usual values, all as attributes."""
+    """Return the rows of a table as objects, with default values for what a row leaves out."""
     return [SimpleNamespace(**{**usual, **row}) for row in rows]
 
 
@@ -160,9 +160,9 @@ class Advice(Shown):
 def judge(
     analysis: AnalysisData, *, steps: int | None = None, method: str = ""
 ) -> tuple[Readiness, Advice]:
-    """Return the verdict on merging models by a method, by default as advised; and the advice.
+    """Return the verdict on merging models by a method, and the advice.
 
-    What does not matter for that method is a note.
+    The method is the advised one if none is given. Findings that do not matter for it are notes.
     """
     readiness = assess(analysis)
     advice = advise(analysis, readiness, steps=steps)
@@ -172,7 +172,7 @@ def judge(
 
 
 def to_json(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> str:
-    """Return one document (docs/analysis-schema.md) of it, which `Analysis.from_json` reads too."""
+    """Return all of it as a document (docs/analysis-schema.md); `Analysis.from_json` reads it."""
     predictions = [
         {
             "model": model.name,
@@ -275,7 +275,7 @@ def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, 
 
 
 def _is_small(models: list[ModelAnalysis], known: dict[str, float]) -> bool:
-    """Tell if models are full fine-tunes with matrices, and their changes small and independent."""
+    """Tell if several full fine-tunes of matrices have small, independent changes."""
     return (
         len(models) > 1
         and known["change"] <= SMALL.change

@@ -116,7 +116,7 @@ def analyze(
 
 
 def open_to_compare(base: AnyPath, models: Any, **settings: Any) -> tuple[Request, Inputs]:
-    """Open a base and models of which not everything has to fit together."""
+    """Open a base and models, and allow tensors that do not fit together."""
     loose = {"on_missing": "base", "on_extra": "drop", "on_mismatch": "base"}
     request = Request.of(base=base, models=models, **loose, **settings)
     recipe, inputs = open_inputs(request.recipe, request.options)
@@ -271,7 +271,7 @@ def measure(plan: MeasuringPlan, *, keeps_all: bool = False) -> Tally:
 def measure_steps(
     plan: MeasuringPlan, steps: Sequence[MeasuringStep], tally: Tally, progress: Progress
 ) -> None:
-    """Have the plan's threads do steps."""
+    """Do steps on the plan's threads."""
     with open_for_threads(plan.sources, uses_blas=True):
         run_steps(steps, partial(Measurer, plan, tally, progress), plan.threads)
 
@@ -342,7 +342,7 @@ def make_analysis(
     files: Sequence[str],
     **known: Any,
 ) -> Analysis:
-    """Make an analysis of what was measured; `known` are other fields of it."""
+    """Make an analysis of what was measured; `known` has its other fields."""
     layers: dict[int, list[TensorSums]] = {}
     for name, tensor in plan.tensors.items():
         layers.setdefault(tensor.layer, []).append(tally.measured[name])
@@ -418,7 +418,7 @@ def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str)
 
 
 def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
-    """Return how a model's delta was made, and the rank if by a LoRA, from the spectra."""
+    """Tell from the spectra how a model's delta was made; return its rank too if by a LoRA."""
     if not any(tensor.statistics.norm or tensor.statistics.not_finite for tensor in tensors):
         return Origin.UNCHANGED, None
     seen = [(tensor.kind, tensor.spectrum.low_rank) for tensor in tensors if tensor.spectrum]

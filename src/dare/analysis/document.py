@@ -82,7 +82,7 @@ class Analysis(AnalysisData, Shown):
 def make_document(
     analysis: AnalysisData, readiness: Readiness, advice: Advice, outcome: Outcome | None = None
 ) -> Document:
-    """Return everything that there is to show; `outcome` is what a finished merge did."""
+    """Return the whole report; `outcome` is the effect of a merge that is finished."""
     base, parameters = short_name(analysis.base), amount(sum(analysis.base_dtypes.values()))
     nothing = f"No problems were found{f' for {readiness.method}' if readiness.method else ''}."
     is_clear = all(finding.severity is Severity.NOTE for finding in readiness.findings)
@@ -157,7 +157,7 @@ def _relation(finding: Notice) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    """Return the first few of some names, as a sentence lists them."""
+    """Return the first few names as a sentence lists them."""
     return listed(_first(names))
 
 

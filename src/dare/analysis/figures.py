@@ -82,7 +82,7 @@ _figure = partial(make_figure, TEXTS)
 def draw_figures(
     analysis: AnalysisData, advice: Advice, outcome: Outcome | None = None
 ) -> list[Figure]:
-    """Draw all figures that there is something to draw in."""
+    """Draw all figures for which there are data."""
     if not analysis.models:
         raise InputError("the analysis has no models: there is nothing to show")
     drawn = [
@@ -469,7 +469,7 @@ def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
 
 
 def prediction_rows(model: ModelAnalysis, rates: Iterable[float]) -> list[Row]:
-    """Return a model's curve: what the error of its outputs stays under, which is bounded."""
+    """Return a model's curve: an upper bound on the error of its outputs at each drop rate."""
     exposures = exposures_of(model)
     return [
         {
@@ -548,7 +548,7 @@ def _model_bars(
 
 
 def layer_name(layer: int) -> str:
-    """Return a layer's number, or a word for what stands in none.
+    """Return a layer's number as text, or a word for tensors outside all layers.
 
     >>> layer_name(3), layer_name(-1)
     ('3', 'outside')
@@ -599,21 +599,21 @@ def _legend(names: Sequence[str], **looks: Any) -> Any:
 
 
 def _model_axis(channel: Any, names: Sequence[str], field: str = "model", **looks: Any) -> Any:
-    """Return models one after the other."""
+    """Return an axis with a place for each model."""
     return channel(f"{field}:N", title=None, sort=list(names)).axis(
         labelExpr=MARKED, labelLimit=110, labelOverlap=False, **looks
     )
 
 
 def _layer_axis() -> Any:
-    """Return layers, and what stands outside of them in a short word."""
+    """Return an axis of layers, with a short word for tensors outside all layers."""
     label = "datum.label === 'outside' ? 'out' : datum.label"
     x = alt.X("layer:N", title="layer", sort=None)
     return x.axis(labelAngle=0, labelOverlap="greedy", labelExpr=label)
 
 
 def keep_apart(values: Mapping[str, float], most: float, gap: float) -> dict[str, float]:
-    """Return values up to a bound, in the same order, no two nearer to each other than the gap.
+    """Move values apart until no two are nearer than the gap, in the same order, up to a bound.
 
     >>> keep_apart({"a": 1.0, "b": 1.0, "c": 9.0}, 10.0, 2.0)
     {'a': 1.0, 'b': 3.0, 'c': 9.0}

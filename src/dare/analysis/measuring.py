@@ -56,7 +56,7 @@ MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of
 
 
 def sample_period(elements: int) -> int:
-    """Return the period of a sample: of so many runs of a tensor one is taken."""
+    """Return n where one in n runs of a tensor's elements is sampled."""
     return min(1 << max(0, (elements - 1) // SAMPLE).bit_length(), CHUNK // SAMPLED)
 
 
@@ -98,7 +98,7 @@ class PairSums(Additive):
 
 @dataclass(frozen=True)
 class TensorSums(Additive):
-    """All that is known of one tensor, or of some chunks of it; mappings are by model."""
+    """Everything measured of one tensor, or of some chunks of it; mappings are by model."""
 
     sums: dict[int, Sums] = field(default_factory=dict)
     magnitudes: dict[int, Magnitudes] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Tally:
     """
 
     def __init__(self, *, keeps_all: bool = False) -> None:
-        """Begin with nothing.
+        """Create an empty tally.
 
         With `keeps_all` the magnitudes of each tensor are kept, not only those of a layer's tensors
         of a kind.
@@ -450,7 +450,7 @@ def total_magnitude(measured: TensorSums) -> float:
 def _without_outliers(
     models: Sequence[int], total: TensorSums, parts: Iterable[Floats]
 ) -> TensorSums:
-    """Return a tensor's figures with products and sums as its sample has them without outliers.
+    """Return a tensor's figures with the products and sums of its sample without outliers.
 
     Overwrites the outliers in the sample.
     """
@@ -486,7 +486,7 @@ def _sums(elements: int, sums: list[float], counts: list[int], base_squares: flo
 
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
-    """Return what was counted, without the zeros in the first bin, and empty the counters."""
+    """Return the counted magnitudes, without the zeros in the first bin, and clear the counters."""
     magnitudes = NO_MAGNITUDES
     if sums.largest:
         extremes = np.array([sums.smallest, sums.largest], np.float32).view(np.uint32)
@@ -510,7 +510,7 @@ def widest_itemsize(sources: Iterable[Source]) -> int:
 
 
 def elements_at_once(sources: Sequence[Source]) -> int:
-    """Return how many elements of each input are read at once: a chunk, or of many models less.
+    """Return how many elements of each input are read at once: a chunk, or less of many models.
 
     There is at least one run of a sample in it.
     """

@@ -144,7 +144,7 @@ def assess(
 
 
 def _find(code: str, subjects: Iterable[Values]) -> list[Notice]:
-    """Return what a rule finds; one notice where several would say the same of one model each."""
+    """Return the notices of a rule; models of which it says the same share one."""
     entry, found = catalogue()[code], dict[object, Notice]()
     for values in subjects:
         known = SimpleNamespace(**values)
@@ -172,7 +172,7 @@ def readiness_for(readiness: Readiness, method: str) -> Readiness:
 
 
 def make_readiness(names: Iterable[str], findings: Iterable[Notice]) -> Readiness:
-    """Return the verdict that findings come to, on each model and on all."""
+    """Return the verdict that follows from findings, on each model and on all."""
     findings = sorted(findings, key=lambda finding: SEVEREST_FIRST.index(finding.severity))
     by_model = {
         name: _verdict(f for f in findings if not f.subjects or name in f.subjects)
@@ -192,7 +192,7 @@ def _verdict(findings: Iterable[Notice]) -> Verdict:
 
 
 def _subjects(analysis: AnalysisData, output_error: float) -> Iterator[Values]:
-    """Yield everything that a rule may be about, with the values of its condition and texts."""
+    """Yield the subjects of rules, each with the values for conditions and texts."""
     bodies = {model.name: body_of(model) for model in analysis.models}
     for model in analysis.models:
         yield _model_values(model, bodies[model.name], output_error)
@@ -268,7 +268,7 @@ def _outliers(model: ModelAnalysis) -> Iterator[Values]:
 
 
 def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
-    """Fine-tunes whose change is far larger than most others', or small beside the others'."""
+    """Yield fine-tunes whose change is far larger or smaller than that of the others."""
     sizes = {model.name: model.total.inliers.norm for model in models}
     norms = {name: norm for name, norm in sizes.items() if norm}
     # Of two models the smaller one is named; of more the one that differs from most.
@@ -301,7 +301,7 @@ def _tied(analysis: AnalysisData) -> Iterator[Values]:
 
 
 def _unfit(analysis: AnalysisData) -> Iterator[Values]:
-    """Tensors that do not fit the base's, by what can be done about them."""
+    """Yield the tensors that do not fit the base's, by what can be done about them."""
     rules = ("vocabulary", "mismatched", "integers_differ", "extra_tensors")
     unfit: dict[str, list[LeftOut]] = {rule: [] for rule in rules}
     for tensor in analysis.left_out:
@@ -377,7 +377,7 @@ def cancelled_by_chance(sizes: Sequence[float]) -> float:
 
 
 def rounding_norm(analysis: AnalysisData, model: ModelAnalysis) -> float:
-    """Return ‖rounding‖ / ‖base‖ of storing the base like the model; 0 if that is as fine.
+    """Return ‖rounding‖ / ‖base‖ if the base were stored in the model's type; 0 if that is as fine.
 
     An element of the octave from 1 to 2 is off by a uniform error of at most half a step 2^-b,
     b the bits of the mantissa, whose root mean square is 2^-b/√12; that of an element itself, its
@@ -434,7 +434,7 @@ def find_groups(order: Sequence[str], links: Sequence[Link]) -> Iterator[Values]
 
 
 def connect(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]]:
-    """Return the sets of models that links hold together, in the order of the models."""
+    """Return the groups of models that links connect, in the order of the models."""
     sets: list[set[str]] = []
     for link in links:
         ends = set(link.ends)
@@ -476,7 +476,7 @@ def _multiples(first: str, links: Sequence[Link]) -> Values:
 
 
 def are_opposite(figures: Mapping[str, float], one: str, other: str) -> bool:
-    """Tell if one of some multiples goes against another, by the ratios in a finding's figures."""
+    """Tell if two models change in opposite directions, by the ratios in a finding's figures."""
     return figures.get(f"ratio.{one}", 1.0) * figures.get(f"ratio.{other}", 1.0) < 0
 
 

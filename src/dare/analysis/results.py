@@ -429,7 +429,7 @@ class Outcome:
         *,
         output: Path | None,
     ) -> Self:
-        """Read it from the manifest of a merge of models that were analysed.
+        """Read the outcome from the manifest of a merge of models that were analysed.
 
         `survival` has for each model a pair of it and of the output, from an analysis of both.
         """

@@ -120,7 +120,7 @@ class Sums(Additive):
 
 
 def with_inliers(sums: Sums, magnitudes: Magnitudes) -> Sums:
-    """Return the sums of a whole tensor, with those of its elements that are no outliers."""
+    """Add to a whole tensor's sums those of its elements that are no outliers."""
     usual = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
     counts, middles = magnitudes.counts, magnitudes.middles
     place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first

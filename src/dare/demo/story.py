@@ -197,7 +197,7 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
 
 
 def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Texts, ...]:
-    """Let models go on after the same prompts."""
+    """Have each model continue the same prompts."""
     prompts = [example.prompt for example in SHOWN]
     screen = Screen(stderr=console.stderr, quiet=not console.is_terminal)
     with screen.status("merging"), one_blas_thread():
@@ -215,7 +215,7 @@ def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> flo
 
 
 def _conclusion(rows: Mapping[Key, Row]) -> str:
-    """Return what the figures say, in words."""
+    """Say in words what the figures show."""
     rate = FAVOURITE.drop_rate
     alone = fmean(rows["model", name, 0.0].correct(name).mean for name in TUNED)
     mean = {
@@ -265,7 +265,7 @@ def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Te
 def answered(
     writings: Sequence[Texts], title: str, lead: str, facts: tuple[tuple[str, str], ...] = ()
 ) -> Document:
-    """Return what models write."""
+    """Return a document with what models write."""
     answers = [
         tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
         for writing in writings
