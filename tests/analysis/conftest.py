@@ -25,22 +25,21 @@ class Subject:
         return make_document(self.analysis, self.readiness, self.advice, self.outcome)
 
 
+def make_subject(analysis: Analysis, advice: Advice) -> Subject:
+    survival = sample.make_survival(analysis)
+    outcome = sample.outcome_of(sample.make_report(analysis), analysis, survival)
+    return Subject(analysis, sample.make_readiness(analysis.names), advice, outcome)
+
+
 @pytest.fixture(scope="session")
 def subject() -> Subject:
-    analysis = sample.make_analysis()
-    report = sample.make_report(analysis)
-    outcome = sample.outcome_of(report, analysis, sample.make_survival(analysis))
-    return Subject(analysis, sample.make_readiness(), sample.make_advice(), outcome)
+    return make_subject(sample.make_analysis(), sample.make_advice())
 
 
 @pytest.fixture(scope="session")
 def crowd() -> Subject:
-    """Twelve models."""
     analysis = sample.make_many(12)
-    readiness = sample.make_readiness(analysis.names)
-    report = sample.make_report(analysis)
-    outcome = sample.outcome_of(report, analysis, sample.make_survival(analysis))
-    return Subject(analysis, readiness, sample.make_many_advice(analysis), outcome)
+    return make_subject(analysis, sample.make_many_advice(analysis))
 
 
 @pytest.fixture(scope="session")

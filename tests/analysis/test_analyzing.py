@@ -13,9 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from dare.analysis import analyzing, measuring
 from dare.analysis.analyzing import analyze, analyze_arrays, choose_matrices
@@ -411,35 +408,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     base = save(tmp_path / "b.safetensors", ONES)
     with pytest.raises(InputError, match=r"absent\.safetensors"):
         analyze(base, [tmp_path / "absent.safetensors"], verbose=False)
-
-
-# ---------------------------------------------------------------- properties
-
-VECTORS = st.integers(1, 40).flatmap(
-    lambda size: st.lists(
-        arrays(np.float32, size, elements=st.floats(-4, 4, width=32, allow_subnormal=False)),
-        min_size=2,
-        max_size=3,
-    )
-)
-
-
-def of_vectors(models):
-    base = {"h.0.mlp.w": np.zeros_like(models[0])}
-    return analyze_arrays(base, [{"h.0.mlp.w": model} for model in models], spectra="none")
-
-
-@settings(max_examples=12)
-@given(VECTORS)
-def test_the_order_of_models_changes_their_order_alone(models):
-    forth, back = of_vectors(models), of_vectors(models[::-1])
-    assert [model.total for model in back.models] == [m.total for m in forth.models[::-1]]
-    for one, other in zip(forth.pairs, back.pairs[::-1], strict=True):
-        assert one.total.both == other.total.both
-        assert one.total.agreeing == other.total.agreeing
-        assert one.total.cosine == pytest.approx(other.total.cosine, abs=1e-5)
-        assert one.total.top_overlap == other.total.top_overlap
-    assert back.together.conflicted == forth.together.conflicted
 
 
 # ---------------------------------------------------------------- spectra

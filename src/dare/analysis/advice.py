@@ -24,14 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dare.analysis.prediction import OUTER, exposures_of, mean_bounded_error, predict
-from dare.analysis.readiness import (
-    Readiness,
-    Verdict,
-    are_opposite,
-    assess,
-    body_of,
-    readiness_for,
-)
+from dare.analysis.readiness import Readiness, Verdict, are_opposite, assess, body_of, readiness_for
 from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
 from dare.documents.document import Code, Document, Section, Table, Tone
 from dare.documents.notices import LIMIT, Notice, notice

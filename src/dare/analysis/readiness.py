@@ -17,12 +17,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from dare.analysis.prediction import (
-    OUTER,
-    exposures_of,
-    mean_bounded_error,
-    tolerated_drop_rate,
-)
+from dare.analysis.prediction import OUTER, exposures_of, mean_bounded_error, tolerated_drop_rate
 from dare.analysis.results import AnalysisData, Kind, ModelAnalysis, Origin, PairAnalysis
 from dare.checks.sample import find_real_base, is_unrelated
 from dare.documents.document import Document, Tone
