@@ -401,9 +401,13 @@ NEAR = [
         {"weights": [3, 1], **on_deltas("multislerp", normalize=False)},
         [10 * 3 / math.sqrt(10), 10 / math.sqrt(10)],
     ),
-    # Directions cancel, exactly or but for 5e-6: straight on.
+    # Directions cancel where their mean is shorter than 1e-5: straight on.
     ("multislerp", [[3, 4], [-6, -8]], on_deltas("multislerp"), [-1.5, -2]),
-    ("multislerp", [[1, 0], [-1, 1e-5]], on_deltas("multislerp"), [0, 5e-6]),
+    *(
+        (method, [[1, height], [-1, height]], on_deltas(method), [0, to])
+        for method in ("multislerp", "karcher")
+        for height, to in ((8e-6, 8e-6), (2e-5, 1))
+    ),
     # cos 60° = ½: t = 2·½ / (1 + ½) = ⅔ of the mean. (1, 1, 0) and (1, 0, 1) are at 60°.
     ("model_stock", [[1, 1, 0], [1, 0, 1]], {}, [2 / 3, 1 / 3, 1 / 3]),
     ("model_stock", [[1, 1, 0], [1, 0, 1]], STOCK_ROWS, [2 / 3, 1 / 3, 1 / 3]),
