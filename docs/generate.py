@@ -30,7 +30,7 @@ from dare.cli.flags import FIELDS
 from dare.documents.charts import THEMES
 from dare.documents.notices import LIMITS, NoticeKind, Severity, catalogue
 from dare.documents.values import form_of
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import DareError
 from dare.recipe.entries import OTHER_NAMES
 from dare.recipe.options import Range, RunOptions, Search
@@ -192,7 +192,7 @@ def _stage(stage: Stage) -> str:
     if stage.kind == "combine":
         facts.append(f"Weights: {_default_weight(stage)}.")
         if stage.models is not None:
-            facts.append(f"Takes exactly {times(stage.models, 'model')}.")
+            facts.append(f"Takes exactly {counted(stage.models, 'model')}.")
     if stage.paper:
         facts.append(f"Paper: {_paper(stage.paper)}.")
     parts.append(" ".join(facts))

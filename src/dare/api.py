@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 from dare.checks.inputs import with_base_among_models
 from dare.documents.shown import Progress, progress_to
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import RecipeError
 from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
 from dare.inputs.names import tie
@@ -385,7 +385,7 @@ def _array_request(
     per_model = {"weights": weights, "seeds": seeds, "model_settings": model_settings}
     for word, given in per_model.items():
         if given is not None and len(given) != len(names):
-            raise RecipeError(f"{word}: {len(given)} given for {times(len(names), 'model')}")
+            raise RecipeError(f"{word}: {len(given)} given for {counted(len(names), 'model')}")
     listed = {"weight": weights, "model_seed": seeds}
     lists = {name: list(values) for name, values in listed.items() if values is not None}
     for name in lists.keys() & settings.keys():

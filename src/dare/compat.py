@@ -28,7 +28,7 @@ from dare.analysis.sparsity import (
 from dare.analysis.tallies import Sums, share_below, with_inliers
 from dare.api import merge, merge_arrays
 from dare.checks.dropping import NO_MAGNITUDES, Magnitudes
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, warn_caller
 from dare.inputs.arrays import Arrays, like_original, named_arrays, plain_array, stored
 from dare.inputs.sources import decoded
@@ -237,13 +237,13 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
         magnitudes = np.abs(_as_floats(delta, name))
         elements += magnitudes.size
         magnitudes = magnitudes[np.isfinite(magnitudes)]
-        peak, counted = float(magnitudes.max(initial=0.0)), Magnitudes.of(magnitudes)
-        zeros = magnitudes.size - int(counted.counts.sum())
+        peak, binned = float(magnitudes.max(initial=0.0)), Magnitudes.of(magnitudes)
+        zeros = magnitudes.size - int(binned.counts.sum())
         squares = float(np.square(magnitudes, dtype=np.float64).sum())
         total = float(magnitudes.sum(dtype=np.float64))
-        found = Sums(magnitudes.size, zeros, squares=squares, magnitude=total, largest=peak)
-        sums += with_inliers(found, counted)
-        bins += counted
+        finite = Sums(magnitudes.size, zeros, squares=squares, magnitude=total, largest=peak)
+        sums += with_inliers(finite, binned)
+        bins += binned
     largest, count = sums.largest, sums.elements
     if elements == 0:
         raise InputError("there are no elements whose sparsity could be measured")
@@ -266,7 +266,7 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
         print(f"natural sparsity: {below / count:.1%} of the elements are under 1 % of the largest")
         print(f"max |δ| {largest:.6f}, mean {mean:.6f}, std {deviation:.6f}")
         if left.outliers:
-            decide = times(left.outliers, "outlier decides", "outliers decide")
+            decide = counted(left.outliers, "outlier decides", "outliers decide")
             print(
                 f"{decide} these figures: of the other elements {typical:.1%} are under 1 % of the "
                 f"largest of them, {left.largest:.6f}"

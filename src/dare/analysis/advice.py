@@ -29,7 +29,7 @@ from dare.analysis.results import AnalysisData, ModelAnalysis, Origin
 from dare.documents.document import Code, Document, Section, Table, Tone
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import amount, times, value_text
+from dare.documents.words import amount, counted, value_text
 from dare.errors import RecipeError, printable
 from dare.recipe.entries import in_our_form, write_toml
 from dare.stores.locations import usual_output
@@ -134,7 +134,7 @@ class Advice(Shown):
         recipe = in_our_form(self.recipe)
         hint = "Save it as recipe.toml, and measure it: dare search recipe.toml --data …"
         return Document(
-            title=f"Advice for {times(len(recipe['models']), 'model')}: {recipe['method']}",
+            title=f"Advice for {counted(len(recipe['models']), 'model')}: {recipe['method']}",
             code=Code("The recipe", "recipe", write_toml(recipe), hint),
             **known,
         )

@@ -203,7 +203,9 @@ def find_comparable(
                 found = form if differing else None
                 left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, form, found))
             continue
-        unchanged = tuple(number for number in fit.absent if named[number][1].leaves(name))
+        unchanged = tuple(
+            number for number in fit.absent if named[number][1].treats_as_unchanged(name)
+        )
         if fit.fitting or unchanged:
             kind = Kind.NORM if name in norms else kind_of(name)
             tensors[name] = ComparedTensor(info, kind, layers[name], fit.fitting, unchanged)

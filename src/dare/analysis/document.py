@@ -36,11 +36,11 @@ from dare.documents.shown import Shown
 from dare.documents.words import (
     NOTHING,
     amount,
+    counted,
     listed,
     number,
     share,
     show_size,
-    times,
     value_text,
 )
 from dare.output.receipt import short_name
@@ -92,7 +92,7 @@ def make_document(
         title=readiness.headline,
         kind="merge report",
         tone=VERDICT_TONES[readiness.verdict],
-        lead=f"{times(len(analysis.models), 'model')} of {base}, {parameters} parameters",
+        lead=f"{counted(len(analysis.models), 'model')} of {base}, {parameters} parameters",
         facts=tuple(_facts(analysis, readiness, advice)),
         tiles=tuple(_tiles(analysis, advice)),
         code=_recipe(advice),

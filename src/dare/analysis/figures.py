@@ -48,7 +48,7 @@ from dare.documents.charts import (
 )
 from dare.documents.document import Figure, Row, Spec, Table, finite
 from dare.documents.notices import LIMIT
-from dare.documents.words import NOTHING, listed, number, share, times
+from dare.documents.words import NOTHING, counted, listed, number, share
 from dare.errors import InputError
 
 ALL_KINDS = "all"
@@ -285,7 +285,7 @@ def spectra(analysis: AnalysisData) -> Figure | None:
         _finish(layers.add_params(zoom()), rows, height=300),
         chosen,
         names=listed(names),
-        matrices=times(len(rows), "matrix", "matrices"),
+        matrices=counted(len(rows), "matrix", "matrices"),
         shown=f" Shown are {len(rows)} of {available}." if len(rows) < available else "",
     )
     low_rank = any(model.origin is Origin.LORA for model in analysis.models)

@@ -23,7 +23,7 @@ from dare.checks.sample import find_real_base, is_unrelated
 from dare.documents.document import Document, Tone
 from dare.documents.notices import LIMIT, Notice, Severity, catalogue, notice
 from dare.documents.shown import Shown
-from dare.documents.words import named, times
+from dare.documents.words import counted, named
 from dare.errors import printable
 from dare.planning.make import LeftOut, Misfit
 from dare.stages import parse_method
@@ -88,7 +88,7 @@ class Readiness(Shown):
     def __repr__(self) -> str:
         """The verdict in a line."""
         method = f" for {self.method}" if self.method else ""
-        models, found = named(list(self.by_model)), times(len(self.findings), "finding")
+        models, found = named(list(self.by_model)), counted(len(self.findings), "finding")
         return printable(f"<Readiness: {self.verdict}{method}, {models}, {found}>")
 
 
@@ -215,15 +215,15 @@ def _model_values(model: ModelAnalysis, body: Body, bound: float) -> Values:
         **vars(body),
         "about": "model",
         "concerns": (model.name,),
-        "broken": times(total.not_finite, "element is", "elements are"),
+        "broken": counted(total.not_finite, "element is", "elements are"),
         "where": some_of([t.name for t in model.tensors if t.statistics.not_finite], 3),
-        "left_out": f", {times(body.outliers, 'outlier')} left out" if body.outliers else "",
+        "left_out": f", {counted(body.outliers, 'outlier')} left out" if body.outliers else "",
         "is_changed": any(exposure.carriers for exposure in exposures),
         "tolerated_drop_rate": tolerated_drop_rate(exposures, bound=bound),
         "error": mean_bounded_error(exposures, LIMIT.easy_rate),
         "bound": bound,
         "missing": len(model.missing),
-        "missing_count": times(len(model.missing), "tensor"),
+        "missing_count": counted(len(model.missing), "tensor"),
         "missing_names": some_of(model.missing, 3),
         "is_lora": model.origin is Origin.LORA,
         "rank": float(model.likely_rank or 0),
@@ -257,7 +257,7 @@ def _outliers(model: ModelAnalysis) -> Iterator[Values]:
             "concerns": (model.name,),
             "outliers": count,
             "share": max(shares.values()),
-            "count": times(count, "outlier"),
+            "count": counted(count, "outlier"),
             "names": some_of(named, 3),
         }
 
@@ -316,7 +316,7 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
                 "concerns": tuple(name for name in analysis.names if name in owners),
                 "tensors": len(tensors),
                 "models": len(differing),
-                "count": times(len(tensors), "tensor"),
+                "count": counted(len(tensors), "tensor"),
                 "line": some_of([*map(str, tensors), *map(": ".join, differing.items())]),
                 "names": some_of([tensor.tensor for tensor in tensors], 3),
             }

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Self
 from dare.documents.notices import Notice
 from dare.documents.shown import json_ready
 from dare.documents.values import Before, Limits, Number, checked, read_json
-from dare.documents.words import named, times
+from dare.documents.words import counted, named
 from dare.errors import InputError, printable
 from dare.output.receipt import ModelReport
 from dare.planning.make import LeftOut
@@ -150,8 +150,8 @@ class Statistics:
     """Σδ·base; None in files of earlier versions."""
 
     def __post_init__(self) -> None:
-        counted = self.zeros + self.not_finite
-        if counted > self.elements or (self.norm and counted == self.elements):
+        unusable = self.zeros + self.not_finite
+        if unusable > self.elements or (self.norm and unusable == self.elements):
             raise ValueError("more elements are zero or not finite than there can be")
 
     @property
@@ -255,7 +255,7 @@ class ModelAnalysis:
         """The model in a line."""
         return (
             f"<ModelAnalysis {printable(self.name)}: {self.origin}, change "
-            f"{self.total.relative_norm:.2%}, {times(len(self.tensors), 'tensor')}>"
+            f"{self.total.relative_norm:.2%}, {counted(len(self.tensors), 'tensor')}>"
         )
 
 

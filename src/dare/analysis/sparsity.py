@@ -47,7 +47,7 @@ from dare.analysis.tallies import Sums, share_below
 from dare.checks.dropping import NO_MAGNITUDES, Exposure
 from dare.documents.notices import LIMIT, catalogue, notice
 from dare.documents.shown import json_ready
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError, RecipeError
 from dare.inputs.arrays import Arrays, array_source, named_arrays
 from dare.inputs.sources import ArraySource, DeltaInfo, Source, SourceView, open_source
@@ -309,7 +309,7 @@ def _size(analysis: SparsityAnalysis) -> str:
     size = f"{analysis.relative_norm:.2%} of {whole}"
     if math.isinf(analysis.relative_norm):
         size = "relative to a base of zeros"
-    left_out = f", {times(analysis.outliers, 'outlier')} left out" if analysis.outliers else ""
+    left_out = f", {counted(analysis.outliers, 'outlier')} left out" if analysis.outliers else ""
     return f"{size}{left_out}, and {analysis.essential_fraction:.1%} of the elements carry it"
 
 

@@ -120,17 +120,17 @@ class Sums(Additive):
 
 
 def with_inliers(sums: Sums, magnitudes: Magnitudes) -> Sums:
-    """Add to a whole tensor's sums those of its elements that are no outliers."""
-    usual = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
+    """Complete a whole tensor's sums by those over its elements that are not outliers."""
+    base_size = math.sqrt(sums.base_squares / sums.elements) if sums.elements else 0.0
     counts, middles = magnitudes.counts, magnitudes.middles
-    place = outlier_bin(magnitudes, sums.elements, usual) - magnitudes.first
+    place = outlier_bin(magnitudes, sums.elements, base_size) - magnitudes.first
     outliers = int(counts[place:].sum())
-    left, largest = (sums.magnitude, sums.squares, sums.fourths), sums.largest
+    power_sums, largest = (sums.magnitude, sums.squares, sums.fourths), sums.largest
     if outliers:
         one, two, four = (float(counts[:place] @ middles[:place] ** k) for k in (1, 2, 4))
-        left, (used,) = (one, two, four), np.nonzero(counts[:place])
-        largest = float(bin_edge(magnitudes.first + used[-1] + 1)) if used.size else 0.0
-    return replace(sums, inliers=InlierSums(outliers, *left, largest))
+        power_sums, used_bins = (one, two, four), np.flatnonzero(counts[:place])
+        largest = float(bin_edge(magnitudes.first + used_bins[-1] + 1)) if used_bins.size else 0.0
+    return replace(sums, inliers=InlierSums(outliers, *power_sums, largest))
 
 
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import LIMIT, Notice, notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 
@@ -94,10 +94,11 @@ class Magnitudes:
 NO_MAGNITUDES = Magnitudes(0, np.zeros(0, np.int64))
 
 
-def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> int:
+def outlier_bin(magnitudes: Magnitudes, elements: int, base_size: float = 0.0) -> int:
     """Return the first bin whose elements are outliers; the bin after the last if there are none.
 
-    Where next to nothing is changed, that is what exceeds `usual`, the size of the base's weights.
+    Where next to nothing is changed, outliers are changes larger than `base_size`, the usual size
+    of the base's weights.
 
     >>> even = np.full(1000, 10)
     >>> outlier_bin(Magnitudes(32000, even), 10_000) - 32000
@@ -107,15 +108,17 @@ def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> in
     """
     counts = magnitudes.counts
     end, changed = magnitudes.first + counts.size, int(counts.sum())
+    limit = base_size
     if changed >= FEW_CHANGED:
         of_all = min(OUTLIER_SHARE_OF_ALL * elements, MOST_OUTLIERS * changed)
         allowed = int(max(OUTLIER_SHARE * changed, of_all))
-        usual = float(bin_edge(top_bin(magnitudes, max(allowed, 1) + 1) + 1))
-        usual *= OUTLIER_RATIO if allowed else OUTLIER_RATIO_OF_FEW
+        highest_ordinary = top_bin(magnitudes, max(allowed, 1) + 1)
+        limit = float(bin_edge(highest_ordinary + 1))
+        limit *= OUTLIER_RATIO if allowed else OUTLIER_RATIO_OF_FEW
     elif changed > OUTLIER_SHARE * elements:
         return end
     with np.errstate(over="ignore"):
-        first = (int(np.float32(usual).view(np.uint32)) >> BIN_SHIFT) + 1
+        first = (int(np.float32(limit).view(np.uint32)) >> BIN_SHIFT) + 1
     place = max(first - magnitudes.first, 0)
     fourths = counts * magnitudes.middles**4
     if place >= counts.size or fourths[place:].sum() < OUTLIER_FOURTHS * fourths.sum():
@@ -124,7 +127,7 @@ def outlier_bin(magnitudes: Magnitudes, elements: int, usual: float = 0.0) -> in
 
 
 def top_bin(magnitudes: Magnitudes, count: int) -> int:
-    """Return the lowest of the fewest upper bins that hold `count` elements, or all there are.
+    """Return the lowest of the top bins needed to hold `count` elements, or all there are.
 
     >>> top_bin(Magnitudes(7, np.array([5, 1, 2])), 3), top_bin(Magnitudes(7, np.array([2])), 3)
     (8, 7)
@@ -275,9 +278,9 @@ def find_large_deltas(
     """
     randomly_dropped = [each for each in merged if each.drop_rates[0] > 0]
     is_given = plan.recipe.has_given_threshold
-    counted = merged if is_given else randomly_dropped
-    elements = sum(each.tensor.elements for each in counted)
-    over = sum(each.over_threshold for each in counted)
+    concerned = merged if is_given else randomly_dropped
+    elements = sum(each.tensor.elements for each in concerned)
+    over = sum(each.over_threshold for each in concerned)
     error = _predicted_error(randomly_dropped, sampled) if randomly_dropped else 0.0
     within_bound = error <= SAMPLE_MARGIN * LIMIT.output_error
     if not over or (within_bound and not is_given):
@@ -285,7 +288,7 @@ def find_large_deltas(
     share, (peak, where) = over / elements, find_largest(merged)
     is_too_large = not within_bound and math.isfinite(error)
     reason, remedy = _reason_and_remedy(randomly_dropped, is_too_large=is_too_large)
-    large = [each for each in counted if each.over_threshold]
+    large = [each for each in concerned if each.over_threshold]
     most = max(large, key=lambda each: each.over_threshold)
     place = f"the most, {most.over_threshold:,}, in {most.tensor.name}"
     yield notice(
@@ -295,7 +298,7 @@ def find_large_deltas(
         over=over,
         elements=elements,
         share=share,
-        most=f" of {times(len(large), 'tensor')}, {place}" if is_given else "",
+        most=f" of {counted(len(large), 'tensor')}, {place}" if is_given else "",
         peak=peak,
         where=where,
         reason=reason,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dare.documents.notices import Notice, notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import NotFiniteError, RecipeError
 from dare.inputs.sources import Raw, Source, hold_open, read_chunks
 from dare.planning.data import TensorPlan
@@ -57,7 +57,7 @@ def check_chunk(
     if overflowed or nans:
         own, kind = tensor.dtype, plan.recoding.format if plan.recoding else tensor.dtype.name
         wider = [t for t in ("BF16", "F32") if own.overflow_bits < STORAGE_TYPES[t].overflow_bits]
-        what = f"{times(overflowed + nans, 'value')} would be infinite or NaN in {kind}; "
+        what = f"{counted(overflowed + nans, 'value')} would be infinite or NaN in {kind}; "
         what += f"set dtype = {' or '.join(wider)}, " * bool(wider) + "lower scale or weights, or "
         raise NotFiniteError(f"{tensor.name}: {what}set allow_not_finite (--allow-not-finite)")
 

@@ -32,7 +32,7 @@ from dare.cli.flags import (
 from dare.cli.parsing import Flag
 from dare.documents.console import Console, make_console
 from dare.documents.terminal import print_document
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import DareWarning, OutputError, RecipeError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def search(
     how["study"] = study_path(place or merge, how["study"] or beside)
     if dry_run:
         checked = make_search(merge, how["study"], **asked)
-        trials = times(checked.planned, "trial")
+        trials = counted(checked.planned, "trial")
         console.print(f"baselines and {trials} by {checked.sampler}; all settings are valid")
         return DONE
     _refuse_to_replace(write, how["study"], overwrite=overwrite)

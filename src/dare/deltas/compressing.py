@@ -29,7 +29,7 @@ from dare.deltas.packing import Bits, Packer, Scheme, choose_scheme, code_lossle
 from dare.deltas.restoring import FileReport
 from dare.documents.document import Document, Tone
 from dare.documents.notices import LEFTOVERS, LIMIT, Notice, notice
-from dare.documents.words import pace_text, show_size, times
+from dare.documents.words import counted, pace_text, show_size
 from dare.errors import InputError, MismatchError, OutputError
 from dare.inputs.delta_files import (
     INDEX,
@@ -155,7 +155,7 @@ class DeltaReport(FileReport):
         """The stored part of the model, and the error."""
         if self.scheme == "lossless":
             return "every bit of the model"
-        values = "unrounded" if self.bits == "native" else f"{times(int(self.bits), 'bit')} each"
+        values = "unrounded" if self.bits == "native" else f"{counted(int(self.bits), 'bit')} each"
         return (
             f"{self.kept:,} of {self.parameters:,} changes, {values}; weight "
             f"error {self.weight_error:.2%} ({self.relative_error:.0%} of the change)"

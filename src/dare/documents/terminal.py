@@ -18,7 +18,7 @@ from rich.cells import cell_len, chop_cells
 from dare.documents.console import PIPE_WIDTH, Console, Piece, wrap
 from dare.documents.document import BARS, TONES, Code, Document, Facts, Listing, Part, Table, Tone
 from dare.documents.notices import Notice, Severity, catalogue
-from dare.documents.words import listed, times
+from dare.documents.words import counted, listed
 from dare.errors import printable
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -131,7 +131,7 @@ class Column:
 def _print_table(console: Console, table: Table, names: Names) -> None:
     columns, gap = lay_out(table, console, names)
     hidden = len(table.columns) + bool(table.bars) - len(columns)
-    more = f" ({times(hidden, 'more column')})" if hidden else ""
+    more = f" ({counted(hidden, 'more column')})" if hidden else ""
     if table.title:
         console.print((names(table.title) + more, "bold"))
     console.print()

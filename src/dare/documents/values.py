@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import did_you_mean
 
 Check = Callable[[Any], Any]  # returns the value, perhaps converted, or raises a WrongValueError
@@ -257,9 +257,9 @@ def _check_length(check: Check, limits: Limits, given: Any) -> Any:
         return value
     parts = "character" if isinstance(value, str) else "value"
     if len(value) < limits.min_length:
-        raise WrongValueError(f"needs at least {times(limits.min_length, parts)}", given)
+        raise WrongValueError(f"needs at least {counted(limits.min_length, parts)}", given)
     if limits.max_length is not None and len(value) > limits.max_length:
-        raise WrongValueError(f"has more than {times(limits.max_length, parts)}", given)
+        raise WrongValueError(f"has more than {counted(limits.max_length, parts)}", given)
     if limits.pattern and not re.fullmatch(limits.pattern, str(value)):
         raise WrongValueError(f"must match {limits.pattern}", given)
     return value

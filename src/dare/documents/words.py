@@ -10,7 +10,7 @@ NOTHING = "–"
 
 
 def share(value: float | None) -> str:
-    """Return a share or a ratio in per cent, with three digits that count.
+    """Return a share or a ratio in per cent, with three significant digits.
 
     >>> share(0.1234), share(0.00004567), share(0), share(1.5), share(float("inf")), share(None)
     ('12.3%', '0.00457%', '0%', '150%', '∞', '–')
@@ -23,7 +23,7 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with three digits that count.
+    """Return a number with three significant digits.
 
     >>> number(0.0012345), number(12345.6), number(1.2e-9), number(float("nan"))
     ('0.00123', '12,300', '1.2e-9', '–')
@@ -105,7 +105,7 @@ def pace_text(bytes_read: int, seconds: float, resumed_chunks: int) -> str:
     '2.0 MB read, 1.0 MB/s, 1 chunk reused from the interrupted run'
     """
     speed = show_size(int(bytes_read / max(seconds, 1e-9)))
-    taken = f", {times(resumed_chunks, 'chunk')} reused from the interrupted run"
+    taken = f", {counted(resumed_chunks, 'chunk')} reused from the interrupted run"
     return f"{show_size(bytes_read)} read, {speed}/s{taken if resumed_chunks else ''}"
 
 
@@ -140,10 +140,10 @@ def show_size(nbytes: int) -> str:
     return text
 
 
-def times(count: int, one: str, many: str = "") -> str:
+def counted(count: int, one: str, many: str = "") -> str:
     """Return a count with its noun.
 
-    >>> times(1, "model"), times(2, "model"), times(0, "matrix", "matrices")
+    >>> counted(1, "model"), counted(2, "model"), counted(0, "matrix", "matrices")
     ('1 model', '2 models', '0 matrices')
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
@@ -156,11 +156,11 @@ def named(names: Sequence[str]) -> str:
     ('1 model (math)', '6 models (a, b, c, d, e, …)')
     """
     more = ", …" if len(names) > 5 else ""
-    return f"{times(len(names), 'model')} ({', '.join(names[:5])}{more})"
+    return f"{counted(len(names), 'model')} ({', '.join(names[:5])}{more})"
 
 
 def _plain(value: float, *, trailing: bool = False) -> str:
-    """Return three digits that count, without an exponent where it can be helped."""
+    """Return three significant digits, without an exponent where possible."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.3g}")

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dare.documents.notices import Notice, notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import MismatchError
 from dare.inputs.sources import RenamedSource, Source, same_bytes, says_tied
 from dare.tensors.names import (
@@ -45,10 +45,12 @@ def find_tied(source: Source, config: Config = MappingProxyType({})) -> bool | N
     None: there is no head, or it is stored under both names, so that both answers are right.
     """
     said, head = says_tied(config), next(filter(is_tied_head, source.tensors), None)
-    if said is None and head is not None:
+    if said is not None:
+        return said
+    if head is not None:
         return None if head in source.ties else False
     is_language_model = re.search("CausalLM|LMHead", str(config.get("architectures")))
-    return said if said is not None else source.tied or (True if is_language_model else None)
+    return True if source.tied or is_language_model else None
 
 
 def find_tied_head(source: Source) -> dict[str, str]:
@@ -95,7 +97,7 @@ def _match_prefix(base: Mapping[str, Any], names: dict[str, str]) -> str:
                 names[other if moves else tensor] = tensor
                 count += moves
             verb = "added to" if lacking is model else "removed from"
-            return f"The prefix {best!r} is {verb} {times(count, 'tensor name')}"
+            return f"The prefix {best!r} is {verb} {counted(count, 'tensor name')}"
     return ""
 
 

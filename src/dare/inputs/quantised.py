@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError
 from dare.inputs.sources import (
     Bytes,
@@ -232,7 +232,7 @@ class DecodedSource(SourceView):
         tensors = {name: info for name, info in inner.tensors.items() if name not in hidden}
         super().__init__(inner, {**tensors, **decoded}, computed=decoded)
         self.cost = inner.cost.with_reading(piece_bytes)
-        count = times(len(decoded), f"{kind} tensor")
+        count = counted(len(decoded), f"{kind} tensor")
         self.remarks += (notice("dequantised", tensors=count, dtype=dtype),)
 
     def compute(self, name: str, start: int, into: Raw) -> None:

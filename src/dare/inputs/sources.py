@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -47,7 +48,7 @@ MEAN_PIECE = 1 << 16  # elements of a mean that are computed at once
 
 Raw = NDArray[Any]  # elements as they are stored, flat
 
-_NONE: dict[Any, Any] = {}
+EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Drop(NamedTuple):
@@ -104,16 +105,16 @@ class Source:
     """
 
     tensors: Mapping[str, TensorInfo]
-    files: Mapping[Path, Stamp] = _NONE  # the files behind it, with the stamps they had
+    files: Mapping[Path, Stamp] = EMPTY  # the files behind it, with the stamps they had
     remarks: tuple[Notice, ...] = ()
     is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
     cost: ReadingCost = ReadingCost()
-    ties: Mapping[str, str] = _NONE  # further names of tensors, and the name each stands for
+    ties: Mapping[str, str] = EMPTY  # further names of tensors, and the name each stands for
     tied: bool | None = None  # whether its head is its embedding, whatever a configuration says
     # Of a stack of layers: the folder that each is from, and its number there.
     layers: Sequence[tuple[Path | None, int]] = ()
-    extras: Mapping[str, Sequence[int]] = _NONE  # those that only models have, by their numbers
-    metadata: Mapping[str, str] = _NONE  # of its file's header
+    extras: Mapping[str, Sequence[int]] = EMPTY  # those that only models have, by their numbers
+    metadata: Mapping[str, str] = EMPTY  # of its file's header
     unchanged: tuple[str, ...] = ()  # beginnings of names that it leaves unchanged too
     _opened: Sequence[Source] = ()  # the sources that it reads, open as long as this one
 
@@ -122,8 +123,8 @@ class Source:
         """The folder with its configuration and tokenizer, if there is one."""
         return None
 
-    def leaves(self, name: str) -> bool:
-        """Return whether a tensor that it lacks is unchanged."""
+    def treats_as_unchanged(self, name: str) -> bool:
+        """Return whether a missing tensor counts as unchanged."""
         return self.is_partial or name.startswith(self.unchanged)
 
     def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
@@ -312,7 +313,7 @@ class ArraySource(Source):
         arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
         *,
         label: str = "arrays",
-        places: Mapping[str, Hashable] = _NONE,
+        places: Mapping[str, Hashable] = EMPTY,
     ) -> None:
         self._places = places
         self.tensors: dict[str, TensorInfo] = {}
@@ -338,7 +339,7 @@ class SourceView(Source):
         self,
         inner: Source,
         tensors: Mapping[str, TensorInfo],
-        names: Mapping[str, str] = _NONE,
+        names: Mapping[str, str] = EMPTY,
         *,
         computed: Container[str] = (),
         opened: Sequence[Source] | None = None,
@@ -386,7 +387,7 @@ class RenamedSource(SourceView):
     """The tensors of a source under other names, and only those; two names may be of one tensor."""
 
     def __init__(
-        self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str] = _NONE
+        self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str] = EMPTY
     ) -> None:
         if isinstance(inner, RenamedSource):  # so that what is inside is found at once
             names = {new: inner.names[old] for new, old in names.items()}
@@ -406,7 +407,7 @@ class StackedSource(Source):
         homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and the name there
         folder: Path | None = None,
         layers: Sequence[tuple[Path | None, int]] = (),
-        ties: Mapping[str, str] = _NONE,
+        ties: Mapping[str, str] = EMPTY,
         tied: bool | None = None,
     ) -> None:
         self._homes = homes

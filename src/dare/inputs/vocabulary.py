@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import Notice, notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError, MismatchError
 from dare.inputs.directory import EXAMPLES, TOKENIZER_CONFIG, read_json, read_text
 from dare.inputs.sources import Aligned, Raw, Source, SourceView, read_floats
@@ -304,7 +304,7 @@ def _difference(base: Vocabulary, other: Vocabulary) -> str:
     lacking = {token: number for token, number in base.ids.items() if token not in other.ids}
     moved = {token: n for token, n in other.ids.items() if base.ids.get(token, n) != n}
     findings = [
-        f"{times(len(tokens), *forms)}: {_listed(tokens)}"
+        f"{counted(len(tokens), *forms)}: {_listed(tokens)}"
         for forms, tokens in (
             (("of its tokens is not in the base", "of its tokens are not in the base"), fresh),
             (("of the base's tokens is not in it", "of the base's tokens are not in it"), lacking),

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dare.documents.notices import Notice, notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.layouts import in_layout_of
 from dare.inputs.lora import bind_base
@@ -189,13 +189,13 @@ class Extract(AdapterWork[ExtractionReport]):
             extracted = tuple(self._extract())
             ranks = {module.name: module.rank for module in extracted}
             if not ranks:
-                count = times(len(self.chosen), "module")
+                count = counted(len(self.chosen), "module")
                 raise InputError(f"nothing to extract: {count} without a change")
             saved, left_out = _sort_others(change, set(ranks), self.how["save_others"])
             for tensor in saved:
                 name, shape = change.places[tensor].name, change.base.tensors[tensor].shape
                 self.put_saved(name, ranks, shape, change.read_tuned(tensor))
-        same = times(len(self.chosen) - len(ranks), "module")
+        same = counted(len(self.chosen) - len(ranks), "module")
         equal = [notice("equal_modules", modules=same)] if len(self.chosen) > len(ranks) else []
         report = ExtractionReport(
             output=self.target,

@@ -22,7 +22,7 @@ from dare.checks.inputs import check_inputs
 from dare.documents.document import Document
 from dare.documents.notices import Notice, notice
 from dare.documents.shown import Shown
-from dare.documents.words import named, show_size, times
+from dare.documents.words import counted, named, show_size
 from dare.errors import InputError, RecipeError, did_you_mean
 from dare.inputs.opening import Inputs
 from dare.inputs.sources import (
@@ -164,7 +164,7 @@ class AdapterPlan(Shown):
             title=f"Plan: {self.method} of {named(self.names)}",
             kind="plan",
             facts=(
-                ("modules", f"{times(len(self.modules), 'module')}, {self.route}"),
+                ("modules", f"{counted(len(self.modules), 'module')}, {self.route}"),
                 ("memory", memory),
             ),
             notices=self.notes,
@@ -285,7 +285,7 @@ class MergeAdapters(AdapterWork[AdapterReport]):
             raise InputError("the merged change is zero in every module; there is nothing to write")
         averaged = _write_averages(plan, {module.name for module in modules}, self)
         left = len(plan.modules) - len(modules)
-        left_out = [notice("zero_modules", modules=times(left, "module"))] if left else []
+        left_out = [notice("zero_modules", modules=counted(left, "module"))] if left else []
         report = AdapterReport(
             output=self.layout.target,
             modules=tuple(modules),

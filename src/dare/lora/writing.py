@@ -24,7 +24,7 @@ from dare import __version__
 from dare.documents.document import Document, Tone
 from dare.documents.notices import Notice
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import show_size, times
+from dare.documents.words import counted, show_size
 from dare.errors import InputError, OutputError
 from dare.inputs.lora import CONFIG_NAME, PARAMETERS, WEIGHTS_NAME
 from dare.inputs.sources import Floats
@@ -106,7 +106,7 @@ class _LoraReport(Shown):
         """The number of modules and their ranks."""
         least, most = min(module.rank for module in self.modules), self.rank
         ranks = f"{most}" if least == most else f"{least} to {most}"
-        return f"{times(len(self.modules), 'module')}, rank {ranks}"
+        return f"{counted(len(self.modules), 'module')}, rank {ranks}"
 
     def document(self) -> Document:
         """Return what the adapter is, and where it lies."""
@@ -150,7 +150,7 @@ class AdapterReport(_LoraReport):
     """Tensors that are stored in full, and were averaged."""
 
     def _origin(self) -> list[tuple[str, str]]:
-        of = f"{times(len(self.adapters), 'adapter')} ({', '.join(self.adapters)})"
+        of = f"{counted(len(self.adapters), 'adapter')} ({', '.join(self.adapters)})"
         averaged = [("averaged in full", ", ".join(self.averaged))] if self.averaged else []
         return [("method", f"{self.method} of {of}, {self.route}"), *averaged]
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dare.documents.document import Document, Section, tabulate
 from dare.documents.notices import LIMIT, Notice, notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
 from dare.inputs.directory import TOKENIZER_CONFIG, main_type, read_json, read_text
 from dare.inputs.opening import Inputs
@@ -146,7 +146,7 @@ def choose_layout(mixture: Mixture, kind: str) -> str:
 def _problem(mixture: Mixture, layout: Mapping[str, Any], kind: str) -> str:
     """Return what of a mixture an architecture does not support; empty if it can be made."""
     shared, (least, most) = mixture.shared_experts, layout["shared_experts"]
-    bases, count = ", ".join(layout["bases"]), times(len(shared), "shared expert")
+    bases, count = ", ".join(layout["bases"]), counted(len(shared), "shared expert")
     is_gated, takes_gate = len(mixture.gated) > len(mixture.experts), "shared_gate" in layout
     problems = {
         f"a base of type {kind} is not supported (only {bases})": kind not in layout["bases"],
@@ -243,19 +243,21 @@ class SmallSource(ArraySource):
 class ExpertSource(SourceView):
     """The MLPs of a model under an expert's names; a LoRA is added to the base.
 
-    What has noise or a scale, or is added, is computed in float32, and the engine rounds it once.
+    Tensors with noise or a scale, and sums, are computed in float32; the engine rounds them once.
     """
 
     def __init__(
         self, inner: Source, base: Source, names: Mapping[str, str], expert: Expert, seed: int
     ) -> None:
         self._base, self._expert, self._seed = base, expert, seed
-        self._added: dict[str, list[Source]] = {}  # by name: the sources of a tensor's values
+        self._summands: dict[str, list[Source]] = {}  # by name: the sources whose values are added
         tensors, computed = {}, set()
         for name, old in names.items():
             stored = inner.tensors.get(old)
             is_change = stored is None or inner.delta_of(old).is_change
-            self._added[name] = [inner] * (stored is not None) + [base] * is_change
+            self._summands[name] = [inner] if stored is not None else []
+            if is_change:
+                self._summands[name].append(base)
             if stored is None or is_change or expert.noise_scale or self._scale(old) != 1:
                 stored = TensorInfo(name, FLOAT32, base.tensors[old].shape, 0)
                 computed.add(name)
@@ -270,16 +272,16 @@ class ExpertSource(SourceView):
         return WEIGHTS
 
     def fingerprint(self) -> list[Any]:
-        own = [self._expert.noise_scale, self._expert.residual_scale, self._seed]
-        return [*super().fingerprint(), *own, self._base.fingerprint()]
+        settings = [self._expert.noise_scale, self._expert.residual_scale, self._seed]
+        return [*super().fingerprint(), *settings, self._base.fingerprint()]
 
     def compute(self, name: str, start: int, into: Raw) -> None:
         old = self.names[name]
         for offset in range(0, into.size, PIECE):
             values = into[offset : offset + PIECE]
             place = start + offset, values.size
-            read = (read_floats(source, old, *place) for source in self._added[name])
-            values[:] = reduce(np.add, read)
+            summands = (read_floats(source, old, *place) for source in self._summands[name])
+            values[:] = reduce(np.add, summands)
             if noise := self._expert.noise_scale:
                 values += np.float32(noise) * draw_normal(self._seed, name, *place)
             values *= np.float32(self._scale(old))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from dare.documents.values import Before, Finite
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError, RecipeError, warn_caller
 from dare.output.receipt import (
     check_recorded,
@@ -69,7 +69,7 @@ class Mixture(Strict):
     def check_together(self) -> None:
         given, wanted = len(self.experts), f"experts_per_token = {self.experts_per_token}"
         if given < self.experts_per_token:
-            raise RecipeError(f"{wanted}: {times(given, 'expert')} given; name more, or lower it")
+            raise RecipeError(f"{wanted}: {counted(given, 'expert')} given; name more, or lower it")
         for expert in self.experts if self.gates not in RANDOM else ():
             if not expert.prompts:
                 remedy = 'give it some, or set gates = "random" and train them'

@@ -1,14 +1,14 @@
-"""The journal of an output under way: what is done, line by line, each with a check of its own.
+"""The journal of an output under way: what is done, line by line, each with its own check.
 
-The first line names the merge (its fingerprint). A line `stamps` says by which inode and times the
-inputs were known from there on; the lines after it are finished chunks. A line counts only if its
-check fits, which is taken over the fingerprint and the line, so that neither a damaged line nor one
-of another merge is ever believed; what it speaks of is done again. `finished` is written when
-everything is in place but the name. Of an output in a store, `sent` says that the store has a file,
-and `ours` which names there are about to be written or deleted.
+The first line names the merge (its fingerprint). A line `stamps` has the inodes and times that
+identify the inputs from there on; the lines after it are finished chunks. A line counts only if its
+check fits. The check covers the fingerprint and the line, so a damaged line or one of another merge
+is never believed; what it describes is done again. `finished` is written when only the output's
+name is missing. For an output in a store, `sent` says that the store has a file, and `ours` lists
+the names in the store that are about to be written or deleted.
 
-A slice of a merge has a journal of its own, with the same lines, so that they can be put behind
-those of another. A line `slice` begins what a slice did; `synced` says that all of its chunks are
+A slice of a merge has its own journal, with the same lines, so that they can be appended to those
+of another. A line `slice` begins the part of a slice; `synced` says that all of its chunks are
 done, and on the disk.
 """
 

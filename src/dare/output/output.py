@@ -64,7 +64,7 @@ class Identity(NamedTuple):
     """The identity of an output: it must be the same for chunks of an earlier try to be reused."""
 
     fingerprint: str
-    stamps: str = ""  # by what its inputs are known here and now
+    stamps: str = ""  # identifies the input files on this machine
 
 
 class SoleWriter:
@@ -203,6 +203,8 @@ class Output:
                 assert self.journal is not None  # opening it was the first thing
                 self.sink.begin(self.journal, found)
                 self._writer.open_files(self.sink)
+            # Until the space is known to suffice, a failure removes a folder without finished
+            # chunks; after that only if what is incomplete is of no use.
             self._removes_folder = not self.resumed and not self.doubtful
             check_free_space(self.sink)
             self._removes_folder = self._discards
@@ -364,7 +366,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
     manifest = manifest_path(target)
     if os.path.lexists(target):
         _refuse_newcomer(layout, overwrite=overwrite)
-        if target.suffix != ".safetensors":  # which of the two there are now, a manifest has it
+        if target.suffix != ".safetensors":  # either name of the weights has a manifest beside it
             (folder / target.name).replace(target)
             sync_folder(target.parent)
             (folder / manifest.name).replace(manifest)
@@ -410,7 +412,7 @@ def clear_away(layout: Layout, problems: list[str]) -> None:
             return  # what tells the next run to clear away stays
     else:
         home = partial_folder(home)
-    for name in (JOURNAL_NAME, MARK_NAME):  # by the mark what is left is known to the last
+    for name in (JOURNAL_NAME, MARK_NAME):  # the mark last: it identifies leftovers as ours
         if not problems:
             _attempt(problems, os.unlink, home / name)
     if not problems and not layout.is_directory:

@@ -32,7 +32,15 @@ from dare.checks.sample import SampledModels
 from dare.documents.document import Columns, Document, Section, Tone, tabulate
 from dare.documents.notices import LEFTOVERS, Notice, Severity, notice
 from dare.documents.shown import Shown
-from dare.documents.words import NOTHING, named, pace_text, rate_text, show_size, times, weight_text
+from dare.documents.words import (
+    NOTHING,
+    counted,
+    named,
+    pace_text,
+    rate_text,
+    show_size,
+    weight_text,
+)
 from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
 from dare.formats.recoding import Loss, LossMeter
 from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
@@ -160,7 +168,7 @@ class Report(Shown):
         target = f" to {self.output}" if self.output is not None else ""
         models = named([model.name for model in self.models])
         warnings = [notice for notice in self.warnings if notice.severity is not Severity.NOTE]
-        warned = f", {times(len(warnings), 'warning')}" if warnings else ""
+        warned = f", {counted(len(warnings), 'warning')}" if warnings else ""
         return printable(f"<Report: {self.method} of {models}{target}{warned}>")
 
     def document(self) -> Document:
@@ -177,11 +185,11 @@ class Report(Shown):
         }
         models = tabulate(self.models, columns, optional=("weight >", "in tensor"))
         sections = (Section("models", "Models", (models,), is_brief=True),)
-        merged = f"Merged {times(len(self.tensors), 'tensor')}"
+        merged = f"Merged {counted(len(self.tensors), 'tensor')}"
         output = shlex.quote(str(self.output))
         steps = {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"}
         copied = 0 if self.models else len(self.digests.output_tensors)
-        done = f"Copied {times(copied, 'tensor')}" if copied else merged
+        done = f"Copied {counted(copied, 'tensor')}" if copied else merged
         return Document(
             title=f"{done} in {self.seconds:.1f} s",
             kind="merge",
@@ -232,7 +240,7 @@ def make_report(
     ]
     for code, count in (("overflow", overflowed), ("not_a_number", nans)):
         if count:
-            values = times(count, "merged value is", "merged values are")
+            values = counted(count, "merged value is", "merged values are")
             warnings.append(notice(code, values=values))
     for each, exposures in zip(merged, sample.exposures, strict=False):
         warnings += find_large_deltas(plan, each, exposures)

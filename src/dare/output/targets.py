@@ -96,7 +96,7 @@ def manifest_path(target: Path) -> Path:
 
 def slice_journal(folder: Path, part: Slice) -> Path:
     """Return the path of a slice's journal."""
-    return folder / f"slice-{part.number}-of-{part.of}.jsonl"
+    return folder / f"slice-{part.number}-of-{part.count}.jsonl"
 
 
 def slice_journals(folder: Path) -> dict[Slice, Path]:

@@ -18,7 +18,7 @@ import numpy as np
 from dare.documents.document import Document, Tone
 from dare.documents.notices import Notice, notice
 from dare.documents.shown import Shown, show_progress
-from dare.documents.words import show_size, times
+from dare.documents.words import counted, show_size
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.directory import resolve_inside
@@ -72,7 +72,7 @@ class Verification(Shown):
 
     def document(self) -> Document:
         """Return whether the output is what was written."""
-        checked = f"{times(self.tensors, 'tensor')}, {show_size(self.bytes_checked)}"
+        checked = f"{counted(self.tensors, 'tensor')}, {show_size(self.bytes_checked)}"
         bad = "Not what was written" if self.tensors else "Cannot be verified"
         facts = () if self.sha256 is None else (("SHA-256 of the weights", self.sha256),)
         return Document(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from dare.documents.notices import LIMIT, Notice, Severity, notice
 from dare.documents.values import Limits
-from dare.documents.words import show_size, times
+from dare.documents.words import counted, show_size
 from dare.errors import MismatchError, RecipeError
 from dare.formats import find_recoding
 from dare.formats.recoding import Recoding
@@ -120,7 +120,7 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
         info = source.tensors.get(base.name)
         if info is None:
             absent.append(number)
-            missing += [name] * (base.dtype.is_weight and not source.leaves(base.name))
+            missing += [name] * (base.dtype.is_weight and not source.treats_as_unchanged(base.name))
         elif info.shape == base.shape and (
             info.dtype == base.dtype or (info.dtype.is_weight and base.dtype.is_weight)
         ):
@@ -244,7 +244,7 @@ def make_plan(
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.max_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
-        threads = times(cost.threads, "thread")
+        threads = counted(cost.threads, "thread")
         memory = notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
         return replace(plan, notes=(*plan.notes, memory))
     return plan
@@ -335,7 +335,7 @@ def _taken_notices(base: Source, names: Sequence[str]) -> Iterator[Notice]:
 def norm_notices(merged: Iterable[str]) -> Iterator[Notice]:
     """Say that statistics of BatchNorm layers are merged, which are wrong then."""
     if layers := norm_layers(merged):
-        count = times(len(layers), "layer")
+        count = counted(len(layers), "layer")
         yield notice("merged_statistics", count=count, layers=some_of(layers))
 
 
@@ -510,7 +510,7 @@ def _format_notes(recipe: Recipe, base: Source) -> Iterator[Notice]:
     """Say that an output will not be quantised as its base is."""
     coded = sum(isinstance(info, CodedInfo) for info in base.tensors.values())
     if coded and recipe.format is recipe.dtype is None and recipe.output is not None:
-        yield notice("plain_output", tensors=times(coded, "tensor"))
+        yield notice("plain_output", tensors=counted(coded, "tensor"))
 
 
 def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[Notice]:
@@ -518,8 +518,8 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
     wide = [tensor for tensor in tensors if tensor.base.dtype in MODEL_TYPES]
     if recipe.dtype is None or STORAGE_TYPES[recipe.dtype] in MODEL_TYPES or not wide:
         return
-    narrowed = times(sum(t.dtype not in MODEL_TYPES for t in wide), "matrix", "matrices")
-    kept = times(sum(t.dtype in MODEL_TYPES for t in wide), "tensor")
+    narrowed = counted(sum(t.dtype not in MODEL_TYPES for t in wide), "matrix", "matrices")
+    kept = counted(sum(t.dtype in MODEL_TYPES for t in wide), "tensor")
     yield notice("plain_float8", dtype=recipe.dtype, narrowed=narrowed, kept=kept)
 
 
@@ -531,7 +531,7 @@ def _merged_notices(plan: Plan) -> Iterator[Notice]:
         for tensor in changed
     )
     if count := sum(STORAGE_TYPES["F64"] in each for each in kinds):
-        yield notice("float64", tensors=times(count, "tensor"))
+        yield notice("float64", tensors=counted(count, "tensor"))
     yield from norm_notices(tensor.name for tensor in changed)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dare.documents.document import Document, Section, tabulate
 from dare.documents.shown import Shown
-from dare.documents.words import exact_text, named, show_size, times, weight_text
+from dare.documents.words import counted, exact_text, named, show_size, weight_text
 from dare.errors import printable
 from dare.planning.cost import Cost
 from dare.planning.data import Fate, PlanData
@@ -82,13 +82,13 @@ class Plan(PlanData, Shown):
         """The plan in a line."""
         target = f" to {self.layout.target}" if self.layout is not None else ""
         elements = sum(tensor.elements for tensor in self.tensors)
-        size = f"{times(len(self.tensors), 'tensor')}, {elements:,} elements"
+        size = f"{counted(len(self.tensors), 'tensor')}, {elements:,} elements"
         return printable(f"<Plan: {self.method} of {named(self.model_names)}, {size}{target}>")
 
     def document(self, *, brief: bool = False) -> Document:
         """Return what will be merged, how and at what cost; `brief` without the usual settings."""
         cost, recipe = self.cost, self.recipe
-        elements = times(sum(tensor.elements for tensor in self.tensors), "element")
+        elements = counted(sum(tensor.elements for tensor in self.tensors), "element")
         fates = Counter(tensor.fate for tensor in self.tensors)
         fates[Fate.LEFT_OUT] = len(self.left_out)
         tensors = ", ".join(f"{fates[fate]} {fate.value}" for fate in Fate if fates[fate])
@@ -96,7 +96,7 @@ class Plan(PlanData, Shown):
         after = ", ".join(sorted({tensor.dtype.name for tensor in self.tensors}))
         stored = f" stored as {after}" if after != before and self.recoding is None else ""
         shared, different = self._model_settings(brief=brief)
-        methods = ", ".join(f"{m} for {times(n, 'tensor')}" for m, n in self.methods.items())
+        methods = ", ".join(f"{m} for {counted(n, 'tensor')}" for m, n in self.methods.items())
         facts = [
             ("method", self._chain(shared, brief=brief)),
             *([("methods", methods)] if len(recipe.chains) > 1 else ()),
@@ -106,10 +106,10 @@ class Plan(PlanData, Shown):
             ("writes", self._written),
         ]
         if not brief:
-            passes = times(cost.passes, "pass", "passes")
+            passes = counted(cost.passes, "pass", "passes")
             facts += [
                 ("reads", f"{show_size(cost.bytes_read)} in {passes}"),
-                ("with", times(cost.threads, "thread")),
+                ("with", counted(cost.threads, "thread")),
                 ("memory", cost.memory_line),
             ]
             facts += [("left out", ", ".join(self.left_out))] if self.left_out else []
@@ -177,7 +177,7 @@ class Plan(PlanData, Shown):
         if self.layout is None:
             return f"{size} (no output is named yet)"
         target = self.layout.target
-        place = f"{size} to {target} ({times(len(self.layout.files), 'file')})"
+        place = f"{size} to {target} ({counted(len(self.layout.files), 'file')})"
         if target.exists():
             return f"{place}, which exists already"
         if self.layout.is_sent:

@@ -1,8 +1,9 @@
-"""A plan cut into slices, for processes that know nothing of each other but the plan.
+"""A plan cut into slices, for processes that share only the plan.
 
 Which chunks belong to which slice follows from the plan alone. A slice is a run of chunks in the
-order of the output's files, as many bytes as any other: so it reads and writes long runs, and
-few pages of a file have bytes of two slices. What a stage surveys as a whole stays whole.
+order of the output's files; all slices have about the same number of bytes. So a slice reads and
+writes long runs, and few pages of a file have bytes of two slices. Tensors that a stage surveys as
+a whole stay whole.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ MOST_SLICES = 10_000
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slice:
-    """One of so many parts of a merge, counted from 1.
+    """One of the parts that a merge is divided into, counted from 1.
 
     >>> print(Slice.parse("3/16"))
     3/16
     """
 
     number: int
-    of: int
+    count: int
 
     @classmethod
     def parse(cls, text: str) -> Slice:
         """Read `3/16`."""
         found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
-        number, of = map(int, found.groups()) if found else (0, 0)
-        if not 1 <= number <= of <= MOST_SLICES:
+        number, count = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= count <= MOST_SLICES:
             raise RecipeError(f"slice {text!r}: write NUMBER/OF, as in 3/16, at most {MOST_SLICES}")
-        return cls(number, of)
+        return cls(number, count)
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
+        return f"{self.number}/{self.count}"
 
 
-Share = Mapping[str, Sequence[int]]  # the chunks of a slice, by tensor, for tensors that it has
+Share = Mapping[str, Sequence[int]]  # the chunks of a slice, by tensor; without other tensors
 
 
 class Division:
-    """The division of a plan's chunks among so many slices."""
+    """The division of a plan's chunks among slices."""
 
-    def __init__(self, plan: Plan, of: int) -> None:
-        self.of = of
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.count = count
         self._tensors = {tensor.name: tensor for tensor in plan.tensors}
         self._whole = {tensor.name for tensor in plan.tensors if plan.is_surveyed(tensor)}
         self._together = {t.name: plan.chunks_together(t) for t in plan.tensors}
@@ -65,15 +66,16 @@ class Division:
         self.total = max(done, 1)  # bytes that are read and written in all
 
     def owner(self, name: str, chunk: int = 0) -> int:
-        """The number of the slice that has a chunk: the one that has its middle byte."""
+        """Return the number of the slice that a chunk belongs to: the one with its middle byte."""
         elements = max(self._tensors[name].elements, 1)
         together = self._together[name]
         start, count = chunk_span(chunk - chunk % together, elements, together)
         if name in self._whole:
             start, count = 0, elements
-        twice_middle = 2 * self._start[name] * elements
-        twice_middle += self._nbytes[name] * (2 * start + count)
-        return min(twice_middle * self.of // (2 * self.total * elements), self.of - 1) + 1
+        # The middle byte times 2 · elements, and the total likewise, so that both are integers.
+        middle = 2 * self._start[name] * elements + self._nbytes[name] * (2 * start + count)
+        end = 2 * self.total * elements
+        return min(middle * self.count // end, self.count - 1) + 1
 
     def share(self, number: int) -> Share:
         """Return the chunks of one slice."""
@@ -81,7 +83,7 @@ class Division:
 
     def shares(self) -> list[Share]:
         """Return the chunks of each slice."""
-        shares: list[dict[str, range]] = [{} for _ in range(self.of)]
+        shares: list[dict[str, range]] = [{} for _ in range(self.count)]
         for name, tensor in self._tensors.items():
             chunks, first = range(tensor.chunks), 0
             while first < tensor.chunks:
@@ -92,5 +94,5 @@ class Division:
         return list(shares)
 
     def nbytes(self, share: Share) -> int:
-        """About how many bytes of the total belong to a share."""
+        """Return about how many bytes of the total belong to a share."""
         return sum(self._nbytes[n] * len(c) // self._tensors[n].chunks for n, c in share.items())

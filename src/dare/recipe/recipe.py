@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from dare.documents.values import After, Before, Finite, Limits
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.applied import AppliedSettings
 from dare.recipe.entries import (
@@ -361,8 +361,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 def _wrong_count(recipe: Recipe, combine: Stage) -> str:
     """Say how many models a combine stage takes, how many there are, and the remedy."""
-    found = times(len(recipe.models), "is", "are")
-    said = f"{combine.name} merges {times(combine.models or 0, 'model')}, but {found} given"
+    found = counted(len(recipe.models), "is", "are")
+    said = f"{combine.name} merges {counted(combine.models or 0, 'model')}, but {found} given"
     if combine.interpolates is None:
         return said
     if len(recipe.models) == 1:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import RecipeError, did_you_mean
 from dare.recipe.document import (
     DARE_TABLE_ALIASES,
@@ -83,7 +83,7 @@ def request_with_settings(
         files = repeated.get("models", [entry.file for entry in recipe.models])
         files = [files] if isinstance(files, str | PathLike) else files
         if len(files) != len(recipe.models):
-            found = f"{times(len(files), 'model')} given, but {len(recipe.models)} were merged"
+            found = f"{counted(len(files), 'model')} given, but {len(recipe.models)} were merged"
             raise RecipeError(f"{spell('models')}: {found}; give all of them, in that order")
         base = repeated.get("base", recipe.base)
         return replace(request, recipe=with_files(recipe, base, files, recipe.output))
@@ -311,7 +311,7 @@ def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
 def _set_for_models(document: dict[str, Any], key: str, values: Sequence[Any], shown: str) -> None:
     """Write a value into each model's table."""
     if len(values) != len(entries := _model_tables(document)):
-        models = times(len(entries), "model")
+        models = counted(len(entries), "model")
         raise RecipeError(f"{shown}: {len(values)} given for {models}; give one for each")
     _set_in_models(document, key, dict(enumerate(values)))
 

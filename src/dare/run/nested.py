@@ -17,13 +17,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dare.checks.inputs import check_inputs
 from dare.documents.notices import Notice
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import MismatchError, RecipeError
 from dare.inputs.names import (
     PER_LAYER,
@@ -246,7 +246,7 @@ def _open_stack(
         inner = given.changed(merges={**recipe.merges, **given.merges})
         found, inputs = open_recipe(inner, options, **how)
         is_other = recipe.layers[0].changed(range=given.range) != given
-        ends = number == 1, number == len(recipe.layers), is_other
+        ends = Ends(number == 1, number == len(recipe.layers), may_tie=is_other)
         try:
             _check_meanings(stack, inputs)
             spans = [given.range, *(entry.range or given.range for entry in found.models)]
@@ -316,6 +316,14 @@ def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
         ) from None
 
 
+class Ends(NamedTuple):
+    """The ends of a stack that a range of layers is at."""
+
+    is_first: bool
+    is_last: bool
+    may_tie: bool  # whether the embedding may be the head, in a model that ties them
+
+
 class _Stack:
     """A stack of layers while it grows."""
 
@@ -327,32 +335,33 @@ class _Stack:
         self._forms: dict[str, str] = {}  # by names as in layer 0
 
     def renumbered(
-        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: Sequence[bool]
+        self, sources: Sequence[Source], spans: Sequence[tuple[int, int]], ends: Ends
     ) -> list[Source]:
-        """Show ranges of layers of models under their next numbers, and what belongs to the ends.
+        """Return views of models that show a range of layers each, under their next numbers.
 
-        The ends are those of the stack: `ends` has whether this is the first, whether it is the
-        last, and whether the embedding may be the head, in a model that ties them.
+        At an end of the stack, a view also shows the tensors outside the layers that belong there.
         """
         (first, stop), *_ = spans
         name = self._name = self._name or _main_stack(sources[0])
-        taken = find_tied_head(sources[0]).values() if all(ends[1:]) else ()
+        is_head = ends.is_last and ends.may_tie
+        embeddings = find_tied_head(sources[0]).values() if is_head else ()
         views: list[Source] = []
         for source, (begin, end) in zip(sources, spans, strict=True):
             count = count_layers(source.tensors).get(name, 0)
             if not source.is_partial and end > count:
-                found = f"{name} has {times(count, 'layer')}"
+                found = f"{name} has {counted(count, 'layer')}"
                 raise RecipeError(f"range = [{begin}, {end}]: {found}")
             if end - begin != stop - first:
                 raise RecipeError(f"range = [{begin}, {end}]: must hold {stop - first} layers")
             names = {}
             for tensor in source.tensors:
                 stack, layer = stack_and_layer(tensor) or ("", 0)
+                is_first = comes_before_layers(tensor, bool(stack))
                 if stack == name and begin <= layer < end:
                     names[at_layer(tensor, len(self.layers) + layer - begin)] = tensor
-                elif stack != name and ends[not comes_before_layers(tensor, bool(stack))]:
+                elif stack != name and (ends.is_first if is_first else ends.is_last):
                     names[tensor] = tensor
-            names |= {tensor: tensor for tensor in taken if tensor in source.tensors}
+            names |= {tensor: tensor for tensor in embeddings if tensor in source.tensors}
             views.append(RenamedSource(source, names))
         return views
 

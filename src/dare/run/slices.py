@@ -25,7 +25,7 @@ from typing import Any
 
 from dare.documents.document import Document, Tone
 from dare.documents.shown import Shown
-from dare.documents.words import pace_text, times
+from dare.documents.words import counted, pace_text
 from dare.errors import InputError, MismatchError, OutputError, RecipeError, VerificationError
 from dare.output.journal import (
     BusyError,
@@ -87,7 +87,7 @@ class SliceReport(Shown):
             title=f"Slice {self.slice} was done in {self.seconds:.1f} s",
             kind="slice",
             tone=Tone.GOOD,
-            lead=f"{times(self.chunks, 'piece')}, "
+            lead=f"{counted(self.chunks, 'piece')}, "
             + pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
             facts=(
                 ("slices", waits if self.unfinished else "another slice has published the output"),
@@ -155,10 +155,10 @@ class OneSlice(SoleWriter):
                 )
             main.note_stamps(stamps)
         journals = slice_journals(folder)
-        if former := [path for part, path in journals.items() if part.of != self.part.of]:
-            if running := [part for part in self._running() if part.of != self.part.of]:
+        if former := [path for part, path in journals.items() if part.count != self.part.count]:
+            if running := [part for part in self._running() if part.count != self.part.count]:
                 raise OutputError(
-                    f"{folder}: this merge is running in {running[0].of} slices "
+                    f"{folder}: this merge is running in {running[0].count} slices "
                     f"({_first_of(running)}); use that number, or stop them first"
                 )
             main.absorb(former)
@@ -221,8 +221,8 @@ class OneSlice(SoleWriter):
         folder = self._output.folder
         adopted: Mapping[str, SliceState] | None = None
         with self._output.explaining(), suppress(FileNotFoundError):  # of the main journal
-            for number in range(1, self.part.of + 1):
-                part = Slice(number, self.part.of)
+            for number in range(1, self.part.count + 1):
+                part = Slice(number, self.part.count)
                 path = slice_journal(folder, part)
                 if is_complete(path, self._output.identity.fingerprint):
                     continue
@@ -326,9 +326,9 @@ class Finisher(SoleWriter):
             return
         what = f"{len(missing):,} of {len(chunks):,} chunks are missing"
         if self._found.parts:
-            division = Division(planned, Slice.parse(list(self._found.parts)[-1]).of)
+            division = Division(planned, Slice.parse(list(self._found.parts)[-1]).count)
             owners = sorted({division.owner(*key) for key in missing})
-            what += f", from {_first_of([Slice(number, division.of) for number in owners])}"
+            what += f", from {_first_of([Slice(number, division.count) for number in owners])}"
         raise OutputError(
             f"{output.folder}: {what}; run these slices again, or run the merge without --slice"
         )
@@ -350,7 +350,7 @@ class MergeSlice(Work[SliceReport]):
         super().__init__(merge.plan, merge.layout)
         self.verb = f"slice {part}"
         self.merge = merge
-        self.division = Division(merge.plan, part.of)
+        self.division = Division(merge.plan, part.count)
         self.share = self.division.share(part.number)
         self.writer = OneSlice(part, self.share)
 

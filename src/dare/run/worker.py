@@ -85,8 +85,8 @@ class Survey(Step):
 class Make(Step):
     """Merge one chunk of a tensor, or copy it from the base, comparing the models' if asked.
 
-    In an output of another format it stands for all chunks that are stored together with it. In an
-    analysis the chunk is measured.
+    In an output of another format the step makes all chunks that are stored together with it. In
+    an analysis the chunk is measured.
     """
 
     tensor: str
@@ -110,7 +110,7 @@ def list_steps(
     known: Collection[Id] = (),
     share: Share | None = None,
 ) -> list[Step]:
-    """List all steps but the chunks that are done and the conclusions that are known.
+    """List all steps, except chunks that are done and conclusions that are known.
 
     With a share, only its chunks are made. Comparisons of integers come first, since they may end
     the merge; but not if the output is sent in parts, which fill in the order of the files.
@@ -125,7 +125,7 @@ def list_steps(
         chunks = [c for c in to_make if (tensor.name, c) not in done]
         if not tensor.is_merged:
             (steps if is_sent else copies).extend(
-                _making(plan, tensor, chunks, (), is_sent * group)
+                _making(plan, tensor, chunks, (), group if is_sent else 0)
             )
         elif chunks:
             merges = True
@@ -157,7 +157,7 @@ def list_census_steps(plan: Plan, known: Collection[Id] = ()) -> Iterator[Step]:
 
 
 def repeat_conclusion(plan: Plan, step: Conclude, known: Results) -> dict[Id, Any]:
-    """Return the conclusion of a round that is not needed, by its id; nothing if it is needed."""
+    """Return the conclusion of a round that need not be computed, by its id; else nothing."""
     census = plan.censuses[step.census]
     before = _conclusion_before(census, step.round, known)
     return {} if census.rounds[step.round].when(before) else {step.id: before}
@@ -206,7 +206,7 @@ MakeCoder = Callable[[Plan, Backend, Any], Coder]  # the last is a sink
 
 
 class Stopped(Exception):  # noqa: N818
-    """Another thread has failed, or the user has interrupted: leave without a word."""
+    """Another thread has failed, or the user has interrupted: stop silently."""
 
 
 def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[Source]:
@@ -215,7 +215,7 @@ def sources_of(plan: Plan, tensor: TensorPlan, models: Iterable[int]) -> list[So
 
 
 class Worker:
-    """Does the steps of a plan with a backend of its own; the inputs must be open."""
+    """Does the steps of a plan with its own backend; the inputs must be open."""
 
     def __init__(
         self, plan: Plan, backend: Backend, coder: Coder, progress: Progress, stop: threading.Event
@@ -228,7 +228,7 @@ class Worker:
         self._stop = stop
 
     def prefetch(self, step: Step) -> None:
-        """Ask for the bytes of a chunk; what reads whole tensors is served by the system."""
+        """Ask for the bytes of a chunk; for steps that read whole tensors the system does it."""
         if isinstance(step, Make):
             tensor = self._tensors[step.tensor]
             for source in sources_of(self._plan, tensor, tensor.models):
@@ -238,10 +238,9 @@ class Worker:
         """Do steps: yield records of what was written, or what other steps need."""
         for work in self._batches(steps):
             match work:
-                case list():
-                    yield from (
-                        [made] for made in self._coder(list(self._read_batch(work, results)))
-                    )
+                case list() as batch:
+                    records = self._coder(list(self._read_batch(batch, results)))
+                    yield from ([record] for record in records)
                 case Make() as step:
                     assert isinstance(self._coder, Recoder)  # as the output has another format
                     read = partial(self._read_made, step, results)
@@ -293,7 +292,7 @@ class Worker:
             if before is not None and position >= before:
                 break
             survey = tensor.stages[position].survey
-            assert survey is not None  # surveyed_stages has seen to it
+            assert survey is not None  # surveyed_stages returns only such stages
             place = Place(position, summaries, concluded.get(position))
             view = self._view(tensor, model, place)
             summaries[position] = survey(view, **tensor.settings_of(model)[position])
@@ -305,7 +304,7 @@ class Worker:
         return self._backend.view(read, sample, tensor, model, place)
 
     def _survey_all(self, tensor: TensorPlan, results: Results) -> Any:
-        """Return the finding of the combine stage, or the matrix that refine stages leave."""
+        """Return the finding of the combine stage, or the result of the refine stages."""
         combine, summary = tensor.combine_stage, None
         read = partial(self._read, tensor, tensor.models, _summaries_of(tensor, results))
         if combine.survey is not None and tensor.combine_surveys:
@@ -331,9 +330,9 @@ class Worker:
         count: int | None = None,
         place: int = 0,
     ) -> Iterator[Chunk]:
-        """Read the base and some models, unless the work is to stop; all of it goes by chunks.
+        """Read the base and some models chunk by chunk, unless the work must stop.
 
-        The place in the buffers is in elements of the widest type.
+        `place` is a position in the buffers, in elements of the widest type.
         """
         sources = sources_of(self._plan, tensor, models)
         at_once = self._backend.batch_elements if _are_plain(sources) else CHUNK
@@ -359,10 +358,9 @@ class Worker:
         step, width = tensor.elements // SAMPLE_PIECES, size * self._plan.cost.widest
 
         def read(source: Source, row: Bytes) -> NDArray[Any]:
-            rooms = row[: SAMPLE_PIECES * width].reshape(SAMPLE_PIECES, -1)
-            pieces = enumerate(rooms)
-            found = [read_stored(source, tensor.name, n * step, size, room) for n, room in pieces]
-            return np.concatenate(found)
+            rooms = enumerate(row[: SAMPLE_PIECES * width].reshape(SAMPLE_PIECES, -1))
+            pieces = [read_stored(source, tensor.name, n * step, size, room) for n, room in rooms]
+            return np.concatenate(pieces)
 
         base, tuned = map(read, sources, (self._backend.inputs[row] for row in (0, 1 + model)))
         return Chunk(tensor, 0, base, {model: tuned}, {})
@@ -385,29 +383,30 @@ class Worker:
             yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
 
     def _batches(self, steps: Sequence[Step]) -> Iterator[list[Make] | Step]:
-        """Yield steps one by one, but chunks to be made together, as far as there is room.
+        """Yield steps one by one, but chunks in batches of as many as the buffers have room for.
 
         Chunks that follow each other in a tensor become one step.
         """
-        most, together, place = self._backend.batch_elements, list[Make](), 0
+        batch: list[Make] = []
+        place = 0  # where the last step of the batch begins in the buffers
         for step in steps:
             if not isinstance(step, Make) or isinstance(self._coder, Recoder):
-                if together:
-                    yield together
-                    together = []
+                if batch:
+                    yield batch
+                    batch = []
                 yield step
                 continue
-            last = together[-1] if together else None
+            last = batch[-1] if batch else None
             if last and self._follows(step, last, place):
-                together[-1] = replace(last, elements=last.elements + step.elements)
+                batch[-1] = replace(last, elements=last.elements + step.elements)
                 continue
             place = _place_after(place, last) if last else 0
-            if last and place + step.elements > most:
-                yield together
-                together, place = [], 0
-            together.append(step)
-        if together:
-            yield together
+            if last and place + step.elements > self._backend.batch_elements:
+                yield batch
+                batch, place = [], 0
+            batch.append(step)
+        if batch:
+            yield batch
 
     def _follows(self, step: Make, last: Make, place: int) -> bool:
         """Tell if a chunk can be read with those before it; some sources have room for one."""
@@ -420,17 +419,17 @@ class Worker:
 
 
 def _place_after(place: int, step: Make) -> int:
-    """Return the next place in the buffers, on a page: there is a page between what they hold."""
+    """Return the next place in the buffers: on a page, with a page between it and the last step."""
     return (-(-(place + step.elements) // ALIGNMENT) + 1) * ALIGNMENT
 
 
 def _are_plain(sources: Iterable[Source]) -> bool:
-    """Tell if no source keeps anything of its own for the chunk that is read, as LoRAs do."""
+    """Tell if no source needs memory of its own for the chunk that is read, as LoRAs do."""
     return not any(source.cost.reading_bytes for source in sources)
 
 
 class Merger:
-    """The coder of a merge: has chunks merged into their place in the output, or writes them."""
+    """The coder of a merge: merges chunks into their place in the output, or writes them there."""
 
     def __init__(self, plan: Plan, backend: Backend, sink: Sink) -> None:
         self._plan = plan
@@ -450,7 +449,7 @@ class Merger:
         return records
 
     def _check(self, chunk: Chunk, made: Sequence[Record]) -> None:
-        """Refuse what is not finite, and copies that differ from the base."""
+        """Refuse results that are not finite, and copies that differ from the base."""
         tensor = chunk.tensor
         if not self._plan.recipe.allow_not_finite and any(
             is_suspect(each.models, each.exceptions) for each in made
@@ -466,9 +465,9 @@ class Merger:
                 )
 
     def _rooms(self, batch: Sequence[Chunk]) -> Iterator[tuple[Chunk, Bytes, bool]]:
-        """Yield chunks with their own place in the output (True), or a buffer to be written.
+        """Yield chunks with their place in the output (True), or in a buffer to be written.
 
-        In the buffer each begins in a page where it will in the file, for direct writes.
+        In the buffer a chunk begins at the same place in a page as in the file, for direct writes.
         """
         used = 0
         for chunk in batch:
@@ -495,12 +494,13 @@ class Recoder(Merger):
         stored: dict[str, tuple[int, int, Any]] = {}
 
         def merge() -> Iterator[Raw]:
-            found = [] if made else made  # the second time it is the same again
+            is_repeat = bool(made)  # then the records would be the same again
             for chunk in read_inputs():
                 room = self._backend.output[: chunk.size * tensor.dtype.itemsize]
                 part = self._backend.merge([(chunk, room)])
                 self._check(chunk, part)
-                found += part
+                if not is_repeat:
+                    made.extend(part)
                 yield room.view(tensor.dtype.carrier)
 
         def read(size: int) -> Iterator[tuple[int, Raw]]:

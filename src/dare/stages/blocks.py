@@ -619,7 +619,8 @@ class JointView(View):
             seen = []
             for deltas in self():
                 scores = Scores(deltas, score(deltas).copy() if fits else score(deltas))
-                seen += [scores] if fits else []
+                if fits:
+                    seen.append(scores)
                 yield scores
             remembered.extend(seen)
 
@@ -637,7 +638,8 @@ class JointView(View):
                 rows: list[Floats] = []
                 for column in models[first:]:
                     tensor = self._tensor(deltas, deltas.blocks[column], with_base)
-                    rows += [tensor] if len(rows) < GROUP else []
+                    if len(rows) < GROUP:
+                        rows.append(tensor)
                     for row, left in enumerate(rows, first):
                         yield deltas.blocks[0].start, (row, column), left, tensor
 

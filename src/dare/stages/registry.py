@@ -45,7 +45,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from dare.documents.document import Columns, Document, Part, Section, Table, tabulate
 from dare.documents.values import Limits, WrongValueError, check_of, form_of
-from dare.documents.words import exact_text, times
+from dare.documents.words import counted, exact_text
 from dare.errors import InputError, RecipeError, did_you_mean, warn_caller
 from dare.tensors.chunks import bytes_digest
 
@@ -602,7 +602,7 @@ def _explain_all() -> Document:
     tables = [tabulate(of_kind(kind), columns, title=title) for kind, title in KINDS.items()]
     tables.append(Table(("alias", "is"), tuple(ALIASES.items()), title="Other names"))
     return Document(
-        title=f"{times(len(STAGES), 'stage')}",
+        title=f"{counted(len(STAGES), 'stage')}",
         kind="methods",
         lead="chain them as in dare+ties; `dare methods STAGE` explains one",
         sections=(Section("stages", "Stages", tuple(tables), is_brief=True),),

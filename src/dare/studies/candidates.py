@@ -20,7 +20,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dare.api import AnyRecipe, make_request, merge
-from dare.documents.words import named, show_size, times
+from dare.documents.words import counted, named, show_size
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import Inputs
 from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
@@ -62,7 +62,7 @@ class Candidate:
     recipe: Recipe
 
     def __repr__(self) -> str:
-        return f"<Candidate by {self.recipe.method}: {times(len(self.arrays), 'array')}>"
+        return f"<Candidate by {self.recipe.method}: {counted(len(self.arrays), 'array')}>"
 
 
 class Candidates:

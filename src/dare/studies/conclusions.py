@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from dare.documents.notices import Notice, notice
-from dare.documents.words import listed, times
+from dare.documents.words import counted, listed
 from dare.errors import RecipeError
 from dare.recipe.document import request_from_document
 from dare.recipe.recipe import Recipe
@@ -278,7 +278,7 @@ def _chance_notices(comparison: _Comparison) -> Iterator[Notice]:
 def _guard_notices(comparison: _Comparison) -> Iterator[Notice]:
     """Say that nothing keeps to the guards, and what the best of all breaks."""
     first = max(comparison.results, key=lambda ranked: ranked.objective.value)
-    broken, count = "; ".join(first.broken), times(len(comparison.results), "candidate")
+    broken, count = "; ".join(first.broken), counted(len(comparison.results), "candidate")
     yield notice("all_break_guards", candidates=count, first=first.label, broken=broken)
 
 
@@ -312,13 +312,13 @@ def _seed_notices(data: StudyData, best: Contender) -> Iterator[Notice]:
     if count < len(data.seeds):
         yield notice("seeds_missing", count=count, seeds=len(data.seeds))
     if count <= 2:
-        yield notice("few_seeds", seeds=times(count, "seed"))
+        yield notice("few_seeds", seeds=counted(count, "seed"))
 
 
 def _failure_notices(data: StudyData) -> Iterator[Notice]:
     ended = [trial for trial in data.trials if trial.state.is_final]
     if failed := sum(trial.state is State.FAILED for trial in ended):
-        yield notice("trials_failed", failed=failed, trials=times(len(ended), "trial"))
+        yield notice("trials_failed", failed=failed, trials=counted(len(ended), "trial"))
     for trial in data.baselines:
         if trial.state is State.FAILED:
             reason = f": {trial.message.rstrip('.')}" if trial.message else ""

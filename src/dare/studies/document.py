@@ -30,7 +30,7 @@ from dare.documents.document import (
 from dare.documents.notices import Severity, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import NOTHING, listed, time_text, times, value_text
+from dare.documents.words import NOTHING, counted, listed, time_text, value_text
 from dare.errors import InputError, printable
 from dare.output.receipt import without_folders
 from dare.output.sidecars import inline, markdown_rows
@@ -320,7 +320,7 @@ def _merge_words(data: StudyData, ranked: Ranked) -> str:
     """Return a merge in words, with its models."""
     made = recipe_of(data, ranked)
     names = made.names
-    of = f"of {listed(names) if len(names) <= MOST_NAMED else times(len(names), 'model')}"
+    of = f"of {listed(names) if len(names) <= MOST_NAMED else counted(len(names), 'model')}"
     if ranked.baseline:
         return f"{_name_of(ranked)} {of}"
     settings = {n: value for n, value in ranked.settings.items() if not n.startswith(INCLUDE)}
@@ -407,7 +407,7 @@ def _evidence(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
 def progress_text(data: StudyData) -> str:
     """Return how many of the planned trials are done, and what became of the others."""
     counts = Counter(trial.state for trial in data.trials)
-    planned = times(data.planned, "trial")
+    planned = counted(data.planned, "trial")
     others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
     return ", ".join([f"{counts[State.DONE]} of {planned} done", *others])
 
@@ -571,12 +571,12 @@ def _failed(trials: Sequence[Trial], outputs: bool) -> Iterator[Part]:
     for trial in trials:
         alike.setdefault(trial.message, []).append(trial)
     lines = [
-        f"{same[0].label if len(same) == 1 else times(len(same), 'trial')}: {message or NOTHING}"
+        f"{same[0].label if len(same) == 1 else counted(len(same), 'trial')}: {message or NOTHING}"
         for message, same in list(alike.items())[:MOST_MESSAGES]
     ]
     if len(alike) > MOST_MESSAGES:
-        lines.append(f"and {times(len(alike) - MOST_MESSAGES, 'other message')}")
-    yield Listing(f"{times(len(trials), 'trial')} failed", tuple(lines))
+        lines.append(f"and {counted(len(alike) - MOST_MESSAGES, 'other message')}")
+    yield Listing(f"{counted(len(trials), 'trial')} failed", tuple(lines))
     for place, trial in enumerate(trials if outputs else trials[:MOST_FAILED]):
         text = f"{trial.message or _state(trial)}\n{trial.output[-MOST_OUTPUT:]}"
         code = Code(f"{trial.label} {trial.text}", f"output-{place}", text)

@@ -19,7 +19,7 @@ from dare.documents.charts import (
     tooltip_of,
 )
 from dare.documents.document import Figure, Row
-from dare.documents.words import times, value_text
+from dare.documents.words import counted, value_text
 from dare.studies.results import Conclusion, Ranked, StudyData, rounded, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
@@ -66,8 +66,8 @@ def draw_figures(conclusion: Conclusion) -> list[Figure]:
         rows,
         intervals=TEXTS["intervals"] if any(r["low"] < r["high"] for r in rows) else "",
         shown=f" Only the first {MOST_RANKED} settings are shown." if is_cut else "",
-        settings=times(min(len(conclusion.ranking), MOST_RANKED), "setting"),
-        baselines=times(len(conclusion.baselines), "baseline"),
+        settings=counted(min(len(conclusion.ranking), MOST_RANKED), "setting"),
+        baselines=counted(len(conclusion.baselines), "baseline"),
         first=f"{rows[0]['name']} with {value_text(rows[0]['objective'])}",
     )
     return [figure]

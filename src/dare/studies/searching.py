@@ -32,7 +32,7 @@ from dare.analysis.advice import advise
 from dare.analysis.analyzing import analyze
 from dare.api import AnyModels, AnyPath, AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
-from dare.documents.words import time_text, times, value_text
+from dare.documents.words import counted, time_text, value_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.recipe.options import Choices, Range, Search
 from dare.recipe.recipe import Recipe, Request
@@ -445,7 +445,7 @@ class _Search:
             )
             for label in ("example", "expected", "answered"):
                 self.display.announce(f"  {label:9} {shown[label]!r}")
-            some = times(min(chosen, PREVIEWED), "example")
+            some = counted(min(chosen, PREVIEWED), "example")
             score = value_text(scored.scores[task.name])
             self.display.announce(f"  base      {score} on {some}")
         every = self._ids(held_out=False)
@@ -559,7 +559,7 @@ class _Search:
         if left > 0:
             jobs = f", {self.jobs} at a time" if self.jobs > 1 else ""
             expected = time_text(left * each / self.jobs)
-            self.display.announce(f"{times(left, 'trial')}{jobs}, about {expected}")
+            self.display.announce(f"{counted(left, 'trial')}{jobs}, about {expected}")
 
     # ------------------------------------------------------------ trials
 

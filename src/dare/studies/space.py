@@ -53,7 +53,7 @@ class Space:
         return chosen if isinstance(chosen, tuple) else (self.recipe.method,)
 
     def names_in(self, method: str) -> list[str]:
-        """Return the settings that count in a method, but for the method; first, which models."""
+        """Return the settings that affect a method, except `method`; choices of models first."""
         names = [name for name in self.over if name != METHOD and has_effect(name, method)]
         return sorted(names, key=lambda name: not name.startswith(INCLUDE))
 

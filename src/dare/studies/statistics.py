@@ -60,7 +60,7 @@ _MOST_PAIRS = 200_000_000  # the most draws of pairs; more contenders have fewer
 _ROUNDING = 1e-12
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
 # Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one.
-_BOTH_SIDES = math.log(0.05) / math.log(0.025)
+_TWO_SIDED_EXPONENT = math.log(0.05) / math.log(0.025)
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class _Group:
         drawn = np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
         if self.is_share and self.is_extreme.any():
             chance = other.uniform(-1, 1, resamples)
-            missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_BOTH_SIDES * count)))
+            missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_TWO_SIDED_EXPONENT * count)))
             sign = np.where(self.means < 0.5, 1, -1)[self.is_extreme, None]
             drawn[self.is_extreme] = own[self.is_extreme] + sign * missed
         return drawn

@@ -20,7 +20,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import InputError
 
 # Codes of a chunk: as it is, as its planes, or as those of its difference from the base.
@@ -216,7 +216,7 @@ class _Reader:
 
     def finish(self) -> None:
         if len(self._rest):
-            raise InputError(f"a coded chunk has {times(len(self._rest), 'byte')} too many")
+            raise InputError(f"a coded chunk has {counted(len(self._rest), 'byte')} too many")
 
 
 def _decompress(frame: memoryview, size: int) -> Bytes:

@@ -117,7 +117,7 @@ class OwnModels:
             asked = self._request(given)
             answer = _describe_chain(asked)
             planned = api.plan(asked)
-        except (RecipeError, InputError, MismatchError) as error:  # as usual as a plan is
+        except (RecipeError, InputError, MismatchError) as error:  # a normal answer, like a plan
             return {**answer, "error": str(error)}
         underway = {job.request["recipe"]["models"]["output_file"] for job in self._open_merges()}
         output = _describe_output(planned, underway, overwrite=bool(given.get("overwrite")))
@@ -179,7 +179,7 @@ def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
             answered = await run_in_threadpool(answer, given)
         except ClientDisconnect:
             return Response()  # nobody waits for an answer
-        except (DareError, OSError) as error:  # as of a name that is longer than names can be
+        except (DareError, OSError) as error:  # for example, a file name that is too long
             return Json({"error": str(error)}, STATUSES.get(type(error), 400))
         return answered if isinstance(answered, Response) else Json(json_ready(answered))
 
@@ -219,7 +219,7 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
     except OutputError as error:
         if publisher_of(layout).finished_before() is None:
             problem = str(error)
-            if isinstance(error, ExistsError):  # which has Python's words
+            if isinstance(error, ExistsError):  # its text is for users of Python
                 remedy = "Choose another output, or tick “Replace an existing output”."
                 problem = f"{layout.target.name} exists already. {remedy}"
     partial = partial_folder(layout.target)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.recipe.mergekit.configuration import KNOWN, Part
 from dare.recipe.mergekit.nodes import (
     Case,
@@ -228,8 +228,10 @@ def _combine(draft: Draft, stage: str, models: int | None = None) -> None:
     """Combine the changes of all models, or refuse another number of them."""
     draft.require_base()
     others = draft.part.others()
-    given = times(len(others), "is", "are")
-    text = f"{draft.part.method} merges {times(models or 0, 'model')} into the base; {given} given"
+    given = counted(len(others), "is", "are")
+    text = (
+        f"{draft.part.method} merges {counted(models or 0, 'model')} into the base; {given} given"
+    )
     draft.require(models in (None, len(others)), text)
     if others:
         draft.merge(stage, others)
@@ -248,7 +250,7 @@ def _convert_arcee_fusion(draft: Draft) -> None:
 def _convert_model_stock(draft: Draft) -> None:
     _combine(draft, "model_stock")
     count = len(draft.part.others())
-    text = f"model_stock needs two models besides the base; {times(count, 'is', 'are')} given"
+    text = f"model_stock needs two models besides the base; {counted(count, 'is', 'are')} given"
     draft.require(count > 1, text)
     if flag_for_all("filter_wise", draft.part.shared, default=False):
         draft.set_stage("model_stock", "each", "row")
@@ -292,7 +294,7 @@ def _set_t(draft: Draft, stage: str) -> None:
 def _convert_slerp(draft: Draft) -> None:
     draft.require_base()
     others = draft.part.others()
-    text = f"slerp goes from the base to one other model, but {times(len(others), 'is', 'are')}"
+    text = f"slerp goes from the base to one other model, but {counted(len(others), 'is', 'are')}"
     draft.require(len(others) == 1, f"{text} given")
     draft.merge("slerp", sorted(draft.part.inputs, key=lambda given: given.model != draft.base))
     _set_t(draft, "slerp")
@@ -302,7 +304,7 @@ def _convert_slerp(draft: Draft) -> None:
 def _convert_nuslerp(draft: Draft) -> None:
     """Convert angles of tensors, rows or columns; mergekit's rows run along the first dimension."""
     others, shared = draft.part.others(), draft.part.shared
-    text = f"nuslerp merges two models besides the base; {times(len(others), 'is', 'are')} given"
+    text = f"nuslerp merges two models besides the base; {counted(len(others), 'is', 'are')} given"
     if len(others) == 1:
         text += "; delete base_model to interpolate between the two themselves"
     draft.require(len(others) == 2, text)

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from dare.documents.words import times
+from dare.documents.words import counted
 from dare.errors import EvaluationError, RecipeError, did_you_mean
 from dare.run.processes import FILE_SUFFIX, AnsweringProcess, import_program
 from dare.studies.results import UNGROUPED, Scored, group_means
@@ -181,7 +181,7 @@ def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> li
     missing = [name for name in wanted if name not in given]
     new = [name for name in given if name not in wanted]
     states = [(missing, f"of {len(wanted)} missing"), (new, "new")]
-    return [f"{times(len(n), word)} {how} ({some_of(n, 3)})" for n, how in states if n]
+    return [f"{counted(len(n), word)} {how} ({some_of(n, 3)})" for n, how in states if n]
 
 
 def _name(name: object, what: str) -> str:
