@@ -1,6 +1,6 @@
 """What a power cut may leave on a disk, worked out from the log of a run.
 
-The interposer has written down every call that changed files, with the data. `cut` plays the first
+`watching.py` has written down every call that changed files, with the data. `cut` plays the first
 of them on a disk that keeps only what it must: of a file what was there when it was last synced, of
 a folder the names it had when it was last synced. Everything later is kept or forgotten by seed:
 
@@ -13,40 +13,28 @@ That is less than any file system in use promises, as far as it says what it pro
 
 from __future__ import annotations
 
+import pickle
 import random
-import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from watching import Call
+
 Contents = dict[str, bytes | None]
+"""Every path below a folder: a file's bytes, a link's target, None for a folder."""
 SECTOR = 512
-LENGTHS = struct.Struct("5l")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A line of the log."""
-
-    name: str
-    path: str
-    other: str
-    offset: int
-    data: bytes
 
 
 def read_log(log: Path, root: Path) -> list[Call]:
     """The calls of a run, with paths relative to the folder that was watched."""
-    raw, place, calls = log.read_bytes(), 0, []
-    while place < len(raw):
-        name_length, *lengths, offset, size = LENGTHS.unpack_from(raw, place)
-        place += LENGTHS.size
-        parts = []
-        for length in (name_length, *lengths, size):
-            parts.append(raw[place : place + length])
-            place += length
-        first, second = (relative(part.decode(), root) for part in parts[1:3])
-        calls.append(Call(parts[0].decode(), first, second, offset, parts[3]))
+    calls: list[Call] = []
+    with log.open("rb") as file, suppress(EOFError):
+        while True:
+            call: Call = pickle.load(file)
+            path, other = relative(call.path, root), relative(call.other, root)
+            calls.append(call._replace(path=path, other=other))
     return calls
 
 

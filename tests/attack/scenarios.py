@@ -21,14 +21,14 @@ import numpy as np
 from interposing import Attack, Outcome, Warm
 from ml_dtypes import float8_e4m3fn
 from peft_models import pair, write_adapter
+from power import Contents, played, read_log
 from tiny_models import config, make_directory, weights
+from watching import Call
 
 from dare.inputs.gguf import FAMILIES
 from helpers import save, sha256
 
 Attacked = TypeVar("Attacked")
-Contents = dict[str, bytes | None]
-"""Every path below a folder: a file's bytes, a link's target, None for a folder."""
 
 OF_THE_RUN = {"seconds", "bytes_read", "resumed_chunks", "threads", "README.md"}
 """What a manifest says of the run, not of the output. An adapter's page says how long it took."""
@@ -198,6 +198,7 @@ class Place:
         self.inputs = folder / "inputs"
         self._warm = warm
         self._ends: dict[str, End] = {}
+        self._calls: dict[str, list[Call]] = {}
         make_inputs(self.inputs)
         for name, arguments in ((LOSSY_FILE, LOSSY), (LOSSLESS_FILE, (*COMPRESS, "--lossless"))):
             warm.warm_up((*arguments, "--quiet", "--output", name), self.inputs)
@@ -236,6 +237,20 @@ class Place:
         if scenario.name not in self._ends:
             self._ends[scenario.name] = find_end(self, scenario)
         return self._ends[scenario.name]
+
+    def calls(self, scenario: Scenario) -> list[Call]:
+        """The calls of an undisturbed run that change files, with their data."""
+        if scenario.name not in self._calls:
+            self.reset(self.end(scenario).start)
+            log = self.folder / "log"
+            outcome = self.run(scenario.command, Attack(self.work, log=log))
+            assert outcome.status == 0, outcome.err
+            found = read_log(log, self.work)
+            log.unlink()
+            start = self.end(scenario).start
+            assert played(start, found).now() == contents(self.work), "the log misses a change"
+            self._calls[scenario.name] = found
+        return self._calls[scenario.name]
 
     def inputs_are_whole(self, *, thoroughly: bool = False) -> bool:
         """Whether nobody has touched the inputs."""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from interposing import Attack
-from power import played, read_log
+from power import played
 from scenarios import BY_NAME, Place, Scenario, check_message, check_whole, chosen
+from watching import Call
 
 JOURNAL = "journal.jsonl"
 FLIPS = 600
@@ -23,26 +24,15 @@ SCENARIOS = [*RESUMED, *(BY_NAME[name] for name in ("extract", "adapters", "loss
 merges = pytest.mark.parametrize("scenario", RESUMED, ids=lambda scenario: scenario.name)
 
 
-@pytest.fixture(scope="module")
-def stopped(place: Place, tmp_path_factory):
+@pytest.fixture
+def stopped(place: Place, scenario: Scenario):
     """The work folder of a merge that stopped when all chunks were in its journal."""
-    found = {}
-
-    def find(scenario: Scenario):
-        if scenario.name not in found:
-            place.end(scenario)
-            log = tmp_path_factory.mktemp("log") / "log"
-            place.reset({})
-            assert place.run(scenario.command, Attack(place.work, log=log)).status == 0
-            calls = read_log(log, place.work)
-            lines = [n for n, call in enumerate(calls, 1) if writes_journal(call)]
-            found[scenario.name] = played({}, calls[: lines[-1]]).now()
-        return found[scenario.name]
-
-    return find
+    calls = place.calls(scenario)
+    lines = [number for number, call in enumerate(calls, 1) if writes_journal(call)]
+    return played({}, calls[: lines[-1]]).now()
 
 
-def writes_journal(call) -> bool:
+def writes_journal(call: Call) -> bool:
     return call.name == "write" and call.path.endswith(f".partial/{JOURNAL}")
 
 
@@ -92,7 +82,7 @@ def mutations(journal: bytes, generator: random.Random) -> Iterator[tuple[str, b
 
 @merges
 def test_a_merge_that_stopped_is_taken_up_again(place: Place, stopped, scenario: Scenario):
-    place.reset(stopped(scenario))
+    place.reset(stopped)
     undisturbed = place.end(scenario).reads
     outcome = place.run(scenario.command, Attack(place.inputs, reads=True))
     assert outcome.status == 0, outcome.err
@@ -104,8 +94,8 @@ def test_a_merge_that_stopped_is_taken_up_again(place: Place, stopped, scenario:
 def test_a_changed_journal_leads_to_the_same_bytes_or_to_an_error(
     place: Place, stopped, scenario: Scenario, attack_size, attack_seed
 ):
-    (name,) = (name for name in stopped(scenario) if name.endswith(JOURNAL))
-    journal = stopped(scenario)[name]
+    (name,) = (name for name in stopped if name.endswith(JOURNAL))
+    journal = stopped[name]
     generator = random.Random(repr((attack_seed, scenario.name)))
     bits = generator.sample(range(8 * len(journal)), FLIPS)
     flips = [(f"bit {bit}", flipped(journal, bit)) for bit in bits]
@@ -113,7 +103,7 @@ def test_a_changed_journal_leads_to_the_same_bytes_or_to_an_error(
     seed = (attack_seed, scenario.name)
     attacks = [*chosen(seed, attack_size, flips, 3), *chosen(seed, attack_size, changes, 3)]
     for what, changed in attacks:
-        place.reset({**stopped(scenario), name: changed})
+        place.reset({**stopped, name: changed})
         outcome = place.run(scenario.command)
         context = f"{scenario.name}, journal with {what}: {outcome.err}"
         check_message(outcome.status, outcome.err, context)

@@ -6,7 +6,7 @@ import random
 import signal
 
 import pytest
-from interposing import Job
+from interposing import Job, Outcome
 from scenarios import SCENARIOS as ALL
 from scenarios import (
     Place,
@@ -40,48 +40,44 @@ def shared(scenario: Scenario) -> tuple[str, ...]:
     return (*scenario.command[:place], "2", *scenario.command[place + 1 :])
 
 
-def test_killed_at_a_random_moment_it_ends_in_the_same_bytes(
-    place: Place, scenario: Scenario, attack_size, attack_seed
-):
-    attacks = range(KILLS // len(SCENARIOS))
-    for attack in chosen((attack_seed, scenario.name), attack_size, attacks):
-        generator = random.Random(repr((attack_seed, scenario.name, attack)))
-        place.reset(place.end(scenario).start)
-        delay = generator.random() * LONGEST_S
-        job = Job(shared(scenario), place.work, kill_after_s=delay)
-        (outcome,) = place.warm.run_together([job])
-        context = f"{scenario.name}, killed after {delay:.4f} s"
-        assert outcome.status in (0, -signal.SIGKILL), f"{context}: {outcome.err}"
-        is_new = check_between(place, scenario, context)
-        assert is_new or outcome.status != 0, context
-        check_end(place, scenario, context)
-    assert place.inputs_are_whole(thoroughly=True)
+def run_killed(
+    place: Place, commands: list[tuple[str, ...]], delays: list[float | None], context: str
+) -> list[Outcome]:
+    """Run commands at once, some of which are killed after a time."""
+    jobs = [
+        Job(command, place.work, kill_after_s=delay)
+        for command, delay in zip(commands, delays, strict=True)
+    ]
+    outcomes = place.warm.run_together(jobs)
+    for outcome in outcomes:
+        if outcome.status != -signal.SIGKILL:
+            check_message(outcome.status, outcome.err, f"{context}: {outcome.err}")
+    return outcomes
 
 
-def test_processes_that_want_one_output_do_not_spoil_it(
-    place: Place, scenario: Scenario, attack_size, attack_seed
+@pytest.mark.parametrize(("attacks", "sizes"), [(KILLS, (1,)), (CROWDS, (2, 3))])
+def test_processes_that_are_killed_at_random_do_not_spoil_their_output(
+    place: Place, scenario: Scenario, attacks, sizes, attack_size, attack_seed
 ):
-    attacks = range(CROWDS // len(SCENARIOS))
-    for attack in chosen((attack_seed, scenario.name), attack_size, attacks):
-        generator = random.Random(repr((attack_seed, scenario.name, attack)))
+    """One alone, or several that want the same output, of which some are killed."""
+    numbers = range(attacks // len(SCENARIOS))
+    for attack in chosen((attack_seed, scenario.name, sizes), attack_size, numbers):
+        generator = random.Random(repr((attack_seed, scenario.name, sizes, attack)))
         place.reset(place.end(scenario).start)
-        jobs = [
-            Job(
-                shared(scenario),
-                place.work,
-                kill_after_s=generator.choice((None, generator.random() * LONGEST_S)),
-            )
-            for _ in range(generator.choice((2, 3)))
+        delays: list[float | None] = [
+            generator.choice((None,) * (sizes != (1,)) + (generator.random() * LONGEST_S,))
+            for _ in range(generator.choice(sizes))
         ]
-        outcomes = place.warm.run_together(jobs)
-        context = f"{scenario.name}, {[job.kill_after_s for job in jobs]}"
-        for outcome in outcomes:
-            if outcome.status != -signal.SIGKILL:
-                check_message(outcome.status, outcome.err, context)
+        context = f"{scenario.name}, {delays}"
+        outcomes = run_killed(place, [shared(scenario)] * len(delays), delays, context)
+        statuses = [outcome.status for outcome in outcomes]
         is_new = check_between(place, scenario, context)
-        assert is_new or all(outcome.status != 0 for outcome in outcomes), context
+        assert is_new or 0 not in statuses, context
+        assert len(delays) > 1 or 1 not in statuses, f"{context}: {outcomes[0].err}"
         made_twice = is_new and (place.work / f"{scenario.output}.partial").exists()
-        if made_twice or any("appeared during" in outcome.err for outcome in outcomes):
+        if len(delays) > 1 and (
+            made_twice or any("appeared during" in outcome.err for outcome in outcomes)
+        ):
             # The loser keeps what it has made, as one that is killed does; it is gone when it is
             # made again.
             over = () if scenario.before else ("--overwrite",)
@@ -95,17 +91,6 @@ def test_processes_that_want_one_output_do_not_spoil_it(
 # ---------------------------------------------------------------- slices
 
 
-def run_round(place: Place, scenario: Scenario, delays: list[float | None], context: str) -> None:
-    """Run all slices at once; some are killed, some are there twice."""
-    jobs = [
-        Job(command, place.work, kill_after_s=delay)
-        for command, delay in zip(scenario.commands, delays, strict=True)
-    ]
-    for outcome in place.warm.run_together([*jobs, jobs[0]]):
-        if outcome.status != -signal.SIGKILL:
-            check_message(outcome.status, outcome.err, f"{context}: {outcome.err}")
-
-
 sliced = pytest.mark.parametrize("scenario", SLICED, ids=lambda scenario: scenario.name)
 
 
@@ -113,6 +98,7 @@ sliced = pytest.mark.parametrize("scenario", SLICED, ids=lambda scenario: scenar
 def test_slices_that_are_killed_at_random_end_in_the_same_bytes(
     place: Place, scenario: Scenario, attack_size, attack_seed
 ):
+    first = scenario.commands[0]  # is run twice
     for attack in chosen((attack_seed, scenario.name), attack_size, range(GROUPS), least=3):
         generator = random.Random(repr((attack_seed, scenario.name, attack)))
         place.reset({})
@@ -120,12 +106,12 @@ def test_slices_that_are_killed_at_random_end_in_the_same_bytes(
         while not is_new:
             rounds += 1
             assert rounds < MOST_ROUNDS, f"{scenario.name}, {attack}: it never ends"
-            delays = [
+            delays: list[float | None] = [
                 generator.choice((None, generator.random() * SLICES_S)) if rounds < 3 else None
                 for _ in scenario.commands
             ]
             context = f"{scenario.name}, {attack}, round {rounds}, {delays}"
-            run_round(place, scenario, delays, context)
+            run_killed(place, [*scenario.commands, first], [*delays, delays[0]], context)
             is_new = check_between(place, scenario, context)
         if (place.work / f"{scenario.output}.partial").exists():
             # One was killed after giving the name; whoever comes next clears up.
@@ -139,12 +125,13 @@ def test_slices_that_are_killed_at_random_end_in_the_same_bytes(
 def test_a_merge_without_slices_goes_on_from_slices_that_were_killed(
     place: Place, scenario: Scenario, attack_size, attack_seed
 ):
+    first = scenario.commands[0]
     for attack in chosen((attack_seed, scenario.name, "whole"), attack_size, range(GROUPS)):
         generator = random.Random(repr((attack_seed, scenario.name, attack)))
         place.reset({})
         delays: list[float | None] = [generator.random() * SLICES_S for _ in scenario.commands]
         context = f"{scenario.name}, {attack}, {delays}"
-        run_round(place, scenario, delays, context)
+        run_killed(place, [*scenario.commands, first], [*delays, delays[0]], context)
         if not check_between(place, scenario, context):
             again = place.run(scenario.command[:-2])
             assert again.status == 0, f"{context}: {again.err}"

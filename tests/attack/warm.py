@@ -1,23 +1,23 @@
 """A process that has dare imported and forks a child for every attack.
 
-Requests come in and outcomes go out as lines of JSON, see `Warm` in `interposing.py`. A child is
-in every way a process of its own: it can be killed, and what it leaves on the disk is real.
+Requests come in and outcomes go out pickled, see `Warm` in `interposing.py`. A child is in every
+way a process of its own: it can be killed, and what it leaves on the disk is real.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import mmap
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from interposing import ACTIONS, CANNOT_MOUNT, ERRORS, Struct
+from interposing import CANNOT_MOUNT, Job, Outcome
+from watching import Watch
 
 from dare.cli import main
 from dare.tensors.files import OutputFile
@@ -28,43 +28,34 @@ HANGS_AFTER_S = 120
 class Child:
     """One command in a forked process."""
 
-    def __init__(self, library: ctypes.CDLL, job: dict[str, Any]) -> None:
-        self._streams = [os.memfd_create(name) for name in ("out", "err")]
-        self._shared = mmap.mmap(-1, ctypes.sizeof(Struct))
-        self._struct = Struct.from_buffer(self._shared)
+    def __init__(self, job: Job) -> None:
+        self._streams = [os.memfd_create(name) for name in ("out", "err", "report")]
         self._status: int | None = None
-        attack = job["attack"]
-        self._log = -1
-        if attack is not None:
-            self._log = _open_log(attack["log"])
-            self._struct.at = attack["at"]
-            self._struct.action = ACTIONS.index(attack["action"])
-            self._struct.error = ERRORS[attack["error"]]
-            self._struct.reads = attack["reads"]
-            self._struct.log = self._log
-            self._struct.root = attack["root"].encode()
         started = time.monotonic()
-        self.dies_at = None if job["kill_after_s"] is None else started + job["kill_after_s"]
+        self.dies_at = None if job.kill_after_s is None else started + job.kill_after_s
         self.pid = os.fork()
         if self.pid == 0:
-            self._run(library, job)
+            self._run(job)
 
-    def _run(self, library: ctypes.CDLL, job: dict[str, Any]) -> None:
-        status = 70
+    def _run(self, job: Job) -> None:
+        status, watch = 70, None
         try:
             signal.alarm(HANGS_AFTER_S)
-            for number, stream in enumerate(self._streams, start=1):
+            for number, stream in enumerate(self._streams[:2], start=1):
                 os.dup2(stream, number)
-            for source, target in job["mounts"]:
+            for source, target in job.mounts:
                 bind(source, target)
-            if job["attack"] is not None:
-                library.attack_with(ctypes.byref(self._struct))
+            if job.attack is not None:
+                watch = Watch(job.attack, self._streams[2])
+                watch.begin()
             status = call(job)
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            if watch is not None:
+                watch.tell()
             os._exit(status)
 
     def is_done(self) -> bool:
@@ -85,32 +76,23 @@ class Child:
         if pid:
             self._status = os.waitstatus_to_exitcode(status)
 
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Outcome:
         """How it ended."""
-        out, err = (_whole(stream) for stream in self._streams)
-        if self._log >= 0:
-            os.close(self._log)
-        return {
-            "status": self._status,
-            "out": out,
-            "err": err,
-            "seen": self._struct.seen,
-            "happened": bool(self._struct.happened),
-            "what": self._struct.what.decode(errors="replace"),
-        }
+        assert self._status is not None
+        out, err, report = map(_whole, self._streams)
+        seen, what = pickle.loads(report) if report else (0, "")
+        return Outcome(
+            self._status, out.decode(errors="replace"), err.decode(errors="replace"), seen, what
+        )
 
 
-def _open_log(path: str | None) -> int:
-    return -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-
-def _whole(stream: int) -> str:
+def _whole(stream: int) -> bytes:
     with os.fdopen(stream, "rb") as file:
         file.seek(0)
-        return file.read().decode(errors="replace")
+        return file.read()
 
 
-def bind(source: str, target: str) -> None:
+def bind(source: Path, target: Path) -> None:
     """Show a folder at a second place, to this process alone."""
     system = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_user, is_bind, is_private = 0x20000, 0x10000000, 0x1000, 0x44000
@@ -127,10 +109,10 @@ def bind(source: str, target: str) -> None:
         os._exit(CANNOT_MOUNT)
 
 
-def call(job: dict[str, Any]) -> int:
+def call(job: Job) -> int:
     """Call the command, as a shell would, in this process."""
-    os.chdir(job["folder"])
-    return main(job["arguments"])
+    os.chdir(job.folder)
+    return main(list(job.arguments))
 
 
 def write_by_calls() -> None:
@@ -140,22 +122,23 @@ def write_by_calls() -> None:
 
 def serve() -> None:
     """Answer requests until there are no more."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    library = ctypes.CDLL(sys.argv[1])
     write_by_calls()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "warm" in request:
-            answer: Any = call(request["warm"])
-        else:
-            children = [Child(library, job) for job in request["jobs"]]
-            if len(children) == 1 and children[0].dies_at is None:
-                children[0].wait()
-            while not all([child.is_done() for child in children]):  # noqa: C419 (each is asked)
-                time.sleep(0.0003)
-            answer = [child.outcome() for child in children]
-        print(json.dumps(answer), file=answers, flush=True)
+    with suppress(EOFError):
+        while True:
+            request: Job | list[Job] = pickle.load(sys.stdin.buffer)
+            if isinstance(request, Job):
+                answer: int | list[Outcome] = call(request)
+            else:
+                children = [Child(job) for job in request]
+                if len(children) == 1 and children[0].dies_at is None:
+                    children[0].wait()
+                while not all([child.is_done() for child in children]):  # noqa: C419 (each is asked)
+                    time.sleep(0.0003)
+                answer = [child.outcome() for child in children]
+            pickle.dump(answer, answers)
+            answers.flush()
 
 
 if __name__ == "__main__":
