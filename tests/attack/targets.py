@@ -25,6 +25,7 @@ from small_deltas import (
 )
 
 import dare
+from configurations import CONFIGURATIONS
 from dare.analysis.advice import Advice
 from dare.analysis.document import Analysis
 from dare.analysis.readiness import Readiness
@@ -546,65 +547,14 @@ class Recipes(OneFile):
         assert again == recipe, "another recipe when it is written and read"
 
 
-YAMLS = (
-    """merge_method: dare_ties
-base_model: base
-models:
-  - model: base
-  - model: a/b
-    parameters:
-      weight: 0.5
-      density: &density
-        - filter: mlp
-          value: [0.2, 0.4]
-        - value: 0.5
-  - model: {model: {path: c/d, revision: main}}
-    parameters: {weight: 1e-1, density: *density}
-parameters:
-  normalize: true
-  int8_mask: true
-  lambda: 1.5
-dtype: bfloat16
-tokenizer_source: union
-chat_template: auto
-""",
-    """slices:
-  - sources:
-      - {model: a, layer_range: [0, 4]}
-      - {model: b, layer_range: [0, 4]}
-merge_method: slerp
-base_model: a
-parameters:
-  t:
-    - {filter: self_attn, value: [0, 0.5, 1]}
-    - value: 0.5
-out_dtype: float32
-""",
-    """modules:
-  encoder:
-    models: &models [{model: a+l, parameters: {weight: 2}}, {model: b}]
-    parameters: {weight: [{filter: mlp, value: [2, 1]}, {value: 1}]}
-  text_decoder: {models: *models, parameters: {weight: 0.5}}
-merge_method: linear
-name: both
-tokenizer:
-  source: b
-  tokens: {x: {source: {kind: model_token, model: b, token: y}, force: true}}
-  pad_to_multiple_of: 8
-""",
-    """slices:
-  - sources: [{model: a, layer_range: [0, 4], parameters: {scale: {filter: o_proj, value: 0}}}]
-  - sources: [{model: b, layer_range: [2, 6]}]
-merge_method: passthrough
-""",
-)
-
-
 class Yaml(OneFile):
-    """Configurations for mergekit."""
+    """Configurations for mergekit: those that are merged by both programs elsewhere."""
 
     name = "merge.yaml"
-    seeds = tuple(text.encode() for text in YAMLS)
+    seeds = (
+        b"merge_method: linear\nmodels:\n- model: {model: {path: c/d, revision: main}}\n",
+        *(c.yaml.encode() for c in CONFIGURATIONS if "\n---\n" not in c.yaml),
+    )
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Adapters for tests: written by hand, or by PEFT on models of a few thousand weights."""
+"""Adapters for tests: written by hand, or by PEFT."""
 
 from __future__ import annotations
 
@@ -51,57 +51,6 @@ def product(tensors: Mapping[str, np.ndarray], module: str) -> np.ndarray:
     down = tensors[f"{module}.lora_A.weight"].astype(np.float64)
     up = tensors[f"{module}.lora_B.weight"].astype(np.float64)
     return up.reshape(len(up), -1) @ down.reshape(len(down), -1)
-
-
-def llama() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=40,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def mixtral() -> Any:
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=40,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=3,
-        )
-    )
-
-
-def gpt2() -> Any:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=8))
-
-
-def convolution() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.Conv2d(5, 4, 1))
 
 
 def train(folder: Path, model: Any, seed: int, **config: Any) -> Path:

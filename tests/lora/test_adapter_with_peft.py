@@ -4,17 +4,20 @@ from functools import cache
 
 import numpy as np
 import pytest
-from peft_models import convolution, deltas, gpt2, llama, mixtral, quiet, train, weights
+from peft_models import deltas, quiet, train, weights
 
 from dare.lora import merge_adapters
 
 with quiet():
     peft = pytest.importorskip("peft")
+    from architectures import build, torch
+
+LLAMA, MIXTRAL, GPT2 = "LlamaForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel"
 
 FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 CASES = {
     "ranks, alphas and modules differ": (
-        llama,
+        LLAMA,
         {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 6},
         {
             "target_modules": "all-linear",
@@ -25,22 +28,22 @@ CASES = {
         },
     ),
     "embeddings": (
-        llama,
+        LLAMA,
         {"target_modules": ["embed_tokens", "o_proj"], "r": 2},
         {"target_modules": ["embed_tokens", "q_proj"], "r": 3},
     ),
     "inputs first": (
-        gpt2,
+        GPT2,
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "r": 2},
         {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 3, "lora_alpha": 5},
     ),
     "biases of factors": (
-        gpt2,
+        GPT2,
         {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True},
         {"target_modules": ["c_attn"], "fan_in_fan_out": True, "r": 3},
     ),
     "experts": (
-        mixtral,
+        MIXTRAL,
         {"target_modules": ["q_proj"], "target_parameters": FUSED, "r": 2, "lora_alpha": 3},
         {
             "target_modules": [],
@@ -50,11 +53,19 @@ CASES = {
         },
     ),
     "convolutions": (
-        convolution,
+        "convolutions",
         {"target_modules": ["0", "1"], "r": 2},
         {"target_modules": ["0"], "r": 3, "lora_alpha": 2},
     ),
 }
+
+
+def model_of(name):
+    """The model of a class of transformers, or two convolutions."""
+    if name != "convolutions":
+        return build(name)[0]
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 5, 3), torch.nn.Conv2d(5, 4, 1))
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +74,10 @@ def trained(tmp_path_factory):
 
     @cache
     def make(case):
-        build, *configs = CASES[case]
+        name, *configs = CASES[case]
         folder = tmp_path_factory.mktemp("adapters")
-        paths = [train(folder / str(n), build(), n, **configs[n - 1]) for n in (1, 2)]
-        return build, paths, [deltas(build(), path) for path in paths]
+        paths = [train(folder / str(n), model_of(name), n, **configs[n - 1]) for n in (1, 2)]
+        return name, paths, [deltas(model_of(name), path) for path in paths]
 
     return make
 
@@ -74,9 +85,9 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("space", ["full", "core"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_sum_merges_to_the_sum_of_what_the_adapters_merge_to(trained, tmp_path, case, space):
-    build, paths, (first, second) = trained(case)
+    model, paths, (first, second) = trained(case)
     merge_adapters(paths, tmp_path / "out", method="sum", weights=[1, -0.5], space=space)
-    found = deltas(build(), tmp_path / "out")
+    found = deltas(model_of(model), tmp_path / "out")
     for name in found:
         expected = first[name] - 0.5 * second[name]
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6, err_msg=name)
@@ -88,9 +99,9 @@ def test_a_sum_merges_to_the_sum_of_what_the_adapters_merge_to(trained, tmp_path
     "settings", [{}, {"method": "dare+linear", "drop_rate": 0.0}], ids=["factors", "matrices"]
 )
 def test_a_truncation_has_the_error_that_is_reported(trained, tmp_path, case, settings):
-    build, paths, (first, second) = trained(case)
+    model, paths, (first, second) = trained(case)
     report = merge_adapters(paths, tmp_path / "out", rank=2, **settings)
-    found = deltas(build(), tmp_path / "out")
+    found = deltas(model_of(model), tmp_path / "out")
     lost = total = 0.0
     for module in report.modules:
         name = module.name if module.name in found else f"{module.name}.weight"
@@ -119,15 +130,15 @@ def test_a_truncation_has_the_error_that_is_reported(trained, tmp_path, case, se
 )
 def test_peft_combines_to_the_same(tmp_path, settings, theirs):
     config = {"target_modules": ["q_proj", "up_proj"], "lora_alpha": 6}
-    paths = [train(tmp_path / str(n), llama(), n, r=n + 2, **config) for n in range(2)]
+    paths = [train(tmp_path / str(n), model_of(LLAMA), n, r=n + 2, **config) for n in range(2)]
     merge_adapters(paths, tmp_path / "out", weights=[1.0, 1.0], **settings)
-    plain = weights(llama())
+    plain = weights(model_of(LLAMA))
     with quiet():
-        model = peft.PeftModel.from_pretrained(llama(), paths[0], adapter_name="a")
+        model = peft.PeftModel.from_pretrained(model_of(LLAMA), paths[0], adapter_name="a")
         model.load_adapter(paths[1], adapter_name="b")
         model.add_weighted_adapter(["a", "b"], [1.0, 1.0], "both", **theirs)
         model.set_adapter("both")
         merged = weights(model.merge_and_unload())
-    found = deltas(llama(), tmp_path / "out")
+    found = deltas(model_of(LLAMA), tmp_path / "out")
     for name, value in found.items():
         np.testing.assert_allclose(value, merged[name] - plain[name], atol=2e-6, err_msg=name)
