@@ -96,12 +96,13 @@ class OneFile(Target):
         raise NotImplementedError
 
 
-def plan_with(file: Path) -> None:
+def plan_with(model: Path, output: Path, **settings: Any) -> dare.Plan:
     """Plan a merge of a model with itself, and show the plan."""
-    again = dare.ModelEntry(file=file, seed=1)  # a model with a seed may be the base
-    given = {"base": file, "models": [again], "method": "linear", "verbose": False}
-    planned = dare.plan(dare.Request.of(**given, allow_pickle=True, output=file.parent / "out"))
+    again = dare.ModelEntry(file=model, seed=1)  # a model with a seed may be the base
+    given = {"base": model, "models": [again], "method": "linear", "verbose": False}
+    planned = dare.plan(dare.Request.of(**given, **settings, output=output))
     str(planned), planned.to_dict()
+    return planned
 
 
 def read_some(source: Source) -> None:
@@ -258,7 +259,7 @@ class Gguf(OneFile):
 
     def open(self) -> None:
         read_some(GgufSource(self.file))
-        plan_with(self.file)
+        plan_with(self.file, self.folder / "out")
 
 
 QUANTISED_TREES: tuple[dict[str, Any], ...] = (
@@ -347,10 +348,7 @@ class Quantised(Target):
         )
         (self.folder / "config.json").write_text(json.dumps(case["config"]))
         read_some(open_model(self.folder))
-        again = dare.ModelEntry(file=self.folder, seed=1)
-        given = {"base": self.folder, "models": [again], "method": "linear", "verbose": False}
-        planned = dare.plan(**given, output=self.folder / "out", format="input")
-        str(planned), planned.to_dict()
+        planned = plan_with(self.folder, self.folder / "out", format="input")
         for tensor in planned.tensors:
             for values in self.values_of(tensor):
                 planned.recoding.encode(
@@ -409,7 +407,7 @@ class Torch(OneFile):
         from dare.inputs.torch_bin import TorchSource
 
         read_some(TorchSource(self.file))
-        plan_with(self.file)
+        plan_with(self.file, self.folder / "out", allow_pickle=True)
 
 
 class Deltas(OneFile):

@@ -49,26 +49,23 @@ LAUGHS = doubled("a0: &a0 [x, x]", "a{here}: &a{here} [{before}]")
 MERGES = doubled("a0: &a0 {{x: 1}}".format(), "a{here}: &a{here} {{<<: [{before}]}}")
 
 
-@pytest.mark.parametrize("text", [LAUGHS, MERGES], ids=["aliases", "merge keys"])
-def test_aliases_are_counted_before_they_are_followed(tmp_path: Path, text: str) -> None:
+HUGE = r": .* \d.\d+e\+37 values"
+YAMLS: dict[str, tuple[str, str]] = {
+    "aliases are counted before they are followed": (LAUGHS, HUGE),
+    "and merge keys": (MERGES, HUGE),
+    "a long number of base 60": ("a: 1" + ":1" * 100_000, ", line 1: "),
+    "one with a fraction": ("a: 1" + ":1" * 100_000 + ".0", ", line 1: "),
+    "a long number of base 16": ("a: 0x" + "f" * 100, ", line 1: "),
+    "a list that holds itself": ("&a [*a]", ", line 1: "),
+    "a large file is not read": ("- 1\n" * 100_000, ": larger than"),
+}
+
+
+@pytest.mark.parametrize("what", YAMLS)
+def test_a_configuration_that_takes_long_or_has_no_end_is_refused(tmp_path: Path, what: str):
+    text, said = YAMLS[what]
     (tmp_path / "m.yaml").write_text(text)
-    with at_once(), pytest.raises(RecipeError, match=r"m\.yaml: .* \d.\d+e\+37 values"):
-        convert_yaml(tmp_path / "m.yaml")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a: 1" + ":1" * 100_000, "a: 1" + ":1" * 100_000 + ".0", "a: 0x" + "f" * 100, "&a [*a]"],
-)
-def test_values_that_take_long_or_have_no_end_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "m.yaml").write_text(text)
-    with at_once(), pytest.raises(RecipeError, match=r"m\.yaml, line 1: "):
-        convert_yaml(tmp_path / "m.yaml")
-
-
-def test_a_large_configuration_is_refused_unread(tmp_path: Path) -> None:
-    (tmp_path / "m.yaml").write_text("- 1\n" * 100_000)
-    with at_once(), pytest.raises(InputError, match=r"m\.yaml: larger than"):
+    with at_once(), pytest.raises((InputError, RecipeError), match=rf"m\.yaml{said}"):
         convert_yaml(tmp_path / "m.yaml")
 
 

@@ -142,10 +142,6 @@ def check_reported(place: Place, scenario: Scenario, name: str, context: str) ->
     assert outcome.status == 1 or is_mentioned, f"{context}: verify says {said}"
 
 
-def test_verify_finds_an_undisturbed_output_intact(place: Place, scenario: Scenario):
-    assert place.end(scenario).verdict == 0
-
-
 def test_verify_reports_what_is_missing_and_what_nobody_wrote(place: Place):
     scenario = BY_NAME["directory"]
     new = place.end(scenario).new

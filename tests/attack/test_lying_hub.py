@@ -30,41 +30,39 @@ def outside(tmp_path: Path) -> set[str]:
     return {str(path) for path in tmp_path.rglob("*") if own not in (path, *path.parents)}
 
 
-LIES = {
-    "an ETag that leads out": ("/org/name", {"ETag": '"../../../../evil"'}),
-    "an ETag that is a path": ("/org/name", {"ETag": '"{tmp}/evil"'}),
-    "an ETag of a large file": ("/org/name", {"X-Linked-ETag": '"../../../evil"'}),
-    "an ETag that is a folder": ("/org/name", {"ETag": '".."'}),
-    "a commit that leads out": ("/org/name", {"X-Repo-Commit": "../../../evil"}),
+def listed(path: str) -> bytes:
+    """The list of a commit's files, with one of this path."""
+    return json.dumps([{"type": "file", "path": path, "size": 1, "oid": "0" * 40}]).encode()
+
+
+FACTS = json.dumps({"id": "org/name", "sha": "../../../evil", "siblings": []}).encode()
+LIES: dict[str, tuple[str, dict[str, str] | bytes, str]] = {
+    "an ETag that leads out": ("/org/name", {"ETag": '"../../../../evil"'}, "the hub sent"),
+    "an ETag that is a path": ("/org/name", {"ETag": '"{tmp}/evil"'}, "the hub sent"),
+    "an ETag of a large file": ("/org/name", {"X-Linked-ETag": '"../../evil"'}, "the hub sent"),
+    "an ETag that is a folder": ("/org/name", {"ETag": '".."'}, "the hub sent"),
+    "a commit that leads out": ("/org/name", {"X-Repo-Commit": "../../../evil"}, "the hub sent"),
+    "a commit in the list": ("/api/models/org/name/revision", FACTS, "'../../../evil' as sha"),
+    **{
+        f"{path} in the list": ("/api/models/org/name/tree", listed(path), f"{path!r} as path")
+        for path in ("../evil.py", "/etc/evil.py", "a/../../evil.py")
+    },
 }
+"""What is asked for, the headers or the body of the answer, and what the error says."""
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_a_hub_says_names_no_file_here(hub: Hub, tmp_path: Path, lie: str) -> None:
     hub.add("org/name", FILES)
     before = outside(tmp_path)
-    start, headers = LIES[lie]
-    hub.lies[start] = {key: value.format(tmp=tmp_path) for key, value in headers.items()}
-    assert "the hub sent" in refused()
+    start, sent, said = LIES[lie]
+    if isinstance(sent, bytes):
+        hub.bodies[start] = sent
+    else:
+        hub.lies[start] = {key: value.format(tmp=tmp_path) for key, value in sent.items()}
+    assert said in refused()
     assert outside(tmp_path) == before
     assert not list(tmp_path.rglob("*evil*"))
-
-
-def test_a_commit_in_the_list_names_no_file_here(hub: Hub, tmp_path: Path) -> None:
-    hub.add("org/name", FILES)
-    facts = {"id": "org/name", "sha": "../../../evil", "siblings": []}
-    hub.bodies["/api/models/org/name/revision"] = json.dumps(facts).encode()
-    before = outside(tmp_path)
-    assert "'../../../evil' as sha" in refused()
-    assert outside(tmp_path) == before
-
-
-@pytest.mark.parametrize("path", ["../x.py", "/etc/x.py", "a/../../x.py"])
-def test_a_path_in_the_list_stays_inside(hub: Hub, tmp_path: Path, path: str) -> None:
-    hub.add("org/name", FILES)
-    tree = [{"type": "file", "path": path, "size": 1, "oid": "0" * 40}]
-    hub.bodies["/api/models/org/name/tree"] = json.dumps(tree).encode()
-    assert f"{path!r} as path" in refused()
 
 
 def test_a_download_has_the_digest_that_was_announced(hub: Hub) -> None:

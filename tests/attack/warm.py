@@ -64,17 +64,9 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
             self.dies_at = None
         if self._status is None:
-            self._wait(os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status is not None
-
-    def wait(self) -> None:
-        """Wait until the process has ended by itself."""
-        self._wait(0)
-
-    def _wait(self, how: int) -> None:
-        pid, status = os.waitpid(self.pid, how)
-        if pid:
-            self._status = os.waitstatus_to_exitcode(status)
 
     def outcome(self) -> Outcome:
         """How it ended."""
@@ -132,8 +124,6 @@ def serve() -> None:
                 answer: int | list[Outcome] = call(request)
             else:
                 children = [Child(job) for job in request]
-                if len(children) == 1 and children[0].dies_at is None:
-                    children[0].wait()
                 while not all([child.is_done() for child in children]):  # noqa: C419 (each is asked)
                     time.sleep(0.0003)
                 answer = [child.outcome() for child in children]
