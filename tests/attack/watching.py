@@ -76,7 +76,8 @@ class Watch:
     def _watched(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def watched(first: Any, *given: Any, **more: Any) -> Any:
             other, call = "", name
-            path = _path(first, more.get("dir_fd", more.get("src_dir_fd")))
+            changed = given[0] if name == "symlink" else first
+            path = _path(changed, more.get("dir_fd", more.get("src_dir_fd")))
             if name in ("rename", "link"):
                 other = _path(given[0], more.get("dst_dir_fd"))
             elif name == "open":
@@ -91,7 +92,11 @@ class Watch:
                 offset = given[-1] if name == "resize" else 0
                 if name == "write":
                     offset = given[1] if len(given) > 1 else _place_of_write(first)
-                result = real(first, *given, **more)
+                try:
+                    result = real(first, *given, **more)
+                except OSError:
+                    self._end(None)
+                    raise
                 data = bytes(memoryview(given[0])[:result]) if name == "write" else b""
                 if name == "symlink":
                     data = os.fsencode(first)
@@ -115,8 +120,7 @@ class Watch:
                     ctypes.set_errno(error.errno or 0)
                     return -1
                 result = int(real("renameat2")(here, old, there, new, flags))
-                if result == 0:
-                    self._end(Call(call, *paths))
+                self._end(Call(call, *paths) if result == 0 else None)
             return result
 
         return lambda name: rename if name == "renameat2" and real(name) else real(name)
@@ -139,9 +143,9 @@ class Watch:
             raise OSError(number, os.strerror(number), path)
         return self._attack.action == "shorten"
 
-    def _end(self, call: Call) -> None:
-        """Write a call that was made down, or die."""
-        if self._log >= 0:
+    def _end(self, call: Call | None) -> None:
+        """Write a call down unless it failed by itself; die if it is the one."""
+        if self._log >= 0 and call is not None:
             self._write(self._log, pickle.dumps(call))
         if self._is_now():
             self._die_if("kill after")
