@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from combining import combine, largest_first
+from combining import combine
+from definitions import della_keeps
 
 import dare
 from dare import RecipeError, TensorRule, keep_mask
@@ -70,7 +71,7 @@ def test_dropped_infinities_and_nans_do_not_spread(merged):
     found = merged("dare", delta, drop_rate=0.9)
     assert found.tolist() == (np.float32(1 / (1 - 0.9)) * keep).tolist()
     found = merged("della", np.tile([1, np.inf, np.nan, -np.inf], 16), drop_rate=0.5, window=0.5)
-    keep, _ = expected(np.tile([1, 2, 3, -2], 16), 0.5, 0.5)  # a NaN is above infinity
+    keep, _ = della_keeps(np.tile([1, 2, 3, -2], 16), 0.5, 0.5)  # a NaN is above infinity
     assert (np.isfinite(found) == (~keep | (np.arange(64) % 4 == 0))).all()
 
 
@@ -140,25 +141,6 @@ def test_a_q_found_for_another_rate_is_refused_by_tensor_and_model():
 # ---------------------------------------------------------------- della
 
 
-def keep_rates(delta, drop_rate, window):
-    """The definition, in NumPy: each element's probability to be kept."""
-    columns = delta.shape[-1]
-    ranks = np.empty(delta.shape, np.int64)
-    places = np.broadcast_to(np.arange(columns)[::-1], delta.shape)
-    np.put_along_axis(ranks, largest_first(np.abs(delta)), places, -1)
-    return 1 - drop_rate + window * (ranks / max(columns - 1, 1) - 0.5)
-
-
-def expected(delta, drop_rate, window, *, seed=42):
-    """The definition, in NumPy: an element is kept if its number is below its threshold."""
-    delta = np.asarray(delta, np.float32)
-    rates = keep_rates(delta, drop_rate, window)
-    numbers = np.empty(delta.size, np.uint64)
-    reference.draw_uniform(numbers, 0, *mask_key(seed, "w"))
-    keep = numbers.reshape(delta.shape) < np.rint(rates * 2.0**40).astype(np.uint64)
-    return keep, np.where(keep, delta / rates, 0)
-
-
 def test_each_is_divided_by_its_own_probability(merged):
     # Rates 0.25, 0.5, 0.75 for the ranks 0, 1, 2: what is kept becomes 4·4, 2·6 or 9/0.75.
     found = merged("della", np.tile([6, -9, 4], (100, 1)), drop_rate=0.5, window=0.5)
@@ -168,42 +150,6 @@ def test_each_is_divided_by_its_own_probability(merged):
     # 100 coins with rates 0.5, 0.75 and 0.25, within 5 standard deviations
     counts = (found != 0).sum(axis=0)
     assert np.abs(counts - [50, 75, 25]).max() <= 25
-
-
-def test_thresholds_are_held_against_the_numbers_of_the_mask(merged):
-    delta = np.random.default_rng(0).standard_normal((30, 41)).astype(np.float32)
-    keep, values = expected(delta, 0.6, 0.5)
-    found = merged("della", delta, drop_rate=0.6, window=0.5)
-    assert ((found != 0) == keep).all()
-    assert found == pytest.approx(values, rel=4e-7)
-
-
-@pytest.mark.parametrize("rescale", [False, "l1"])
-def test_what_is_kept_can_be_left_as_it_is_or_scaled_to_the_norm(merged, rescale):
-    delta = np.arange(1, 65, dtype=np.float32)
-    keep, _ = expected(delta, 0.5, 0.25)
-    factor = np.float32(delta.sum(dtype=float) / delta[keep].sum(dtype=float)) if rescale else 1
-    found = merged("della", delta, drop_rate=0.5, window=0.25, rescale=rescale)
-    assert found.tolist() == np.where(keep, delta * factor, 0).tolist()
-
-
-def test_rows_of_one_element_are_dropped_at_the_mean_rate(merged):
-    keep = keep_mask("w", 64, 0.5, seed=42)
-    found = merged("della", np.ones((64, 1)), drop_rate=0.5, window=0.5)
-    assert found.reshape(-1).tolist() == (2.0 * keep).tolist()
-    assert merged("della", 3.0, drop_rate=0.5).tolist() in (0.0, 6.0)
-
-
-@pytest.mark.parametrize("shape", [(300, 4096), (150, 7000), (2, 700_001), (600_000,)])
-def test_rows_over_borders_of_chunks(shape):
-    delta = np.random.default_rng(0).integers(1, 1000, shape).astype(np.float32)
-    keep, values = expected(delta, 0.7, 0.4)
-    stages = {"della": {"drop_rate": 0.7, "window": 0.4}}
-    found = combine("della+sum", delta, stages=stages, threads=2)
-    assert ((found != 0) == keep).all()
-    assert np.abs(found - values).max() <= 4e-7 * np.abs(values).max()
-    small = combine("della+sum", delta, stages=stages, threads=1, max_memory="160MiB")
-    assert (small == found).all()
 
 
 def test_the_numbers_of_the_mask():
@@ -227,4 +173,4 @@ def test_the_report_counts_what_is_left():
     _, report = dare.merge_arrays(
         {"w": np.zeros_like(delta)}, [{"w": delta}], method="della", verbose=False
     )
-    assert report.tensors[0].survivors == ((int(expected(delta, 0.9, 0.14)[0].sum()),),)
+    assert report.tensors[0].survivors == ((int(della_keeps(delta, 0.9, 0.14)[0].sum()),),)

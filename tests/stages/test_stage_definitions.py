@@ -1,174 +1,187 @@
-"""Stages over several chunks are what their definitions say, in NumPy, by either backend.
+"""Stages are what their definitions say, in a few elements and over several chunks.
 
 That threads, memory and files make no difference is in test_invariance.
 """
 
-import math
+from functools import partial
 
 import numpy as np
 import pytest
-from combining import LARGE, combine, large_deltas
-from hypothesis import given
+from combining import CHUNK, LARGE, combine, large_deltas
+from definitions import (
+    breadcrumbs,
+    cabs,
+    consensus,
+    della,
+    emr,
+    karcher,
+    model_stock,
+    multislerp,
+    nm,
+    nuslerp,
+    ramplus,
+    sce,
+    ties,
+    trim,
+)
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from matrix_merges import plan
 
 from dare.planning.cost import Cost
 
-ON_DELTAS = {"karcher": {"on": "deltas"}}
+DELTA_STAGES = (trim, breadcrumbs, della, nm)
 
 
-def both_ways(method, deltas, **settings):
-    """Merge with the library, and by the reference with threads."""
-    found = combine(method, *deltas, **settings)
-    again = combine(method, *deltas, **{"backend": "reference", "threads": 3, **settings})
-    assert again.tobytes() == found.tobytes()
-    return found
+def method_of(definition):
+    return definition.__name__ + "+sum" * (definition in DELTA_STAGES)
 
 
-def mean_of(tensors, shares=None, steps=200):
-    """The Karcher mean by its definition, on the whole vectors, in float64."""
-    tensors = np.array(tensors, np.float64).reshape(len(tensors), -1)
-    shares = np.full(len(tensors), 1 / len(tensors)) if shares is None else np.array(shares)
-    lengths = np.linalg.norm(tensors, axis=1)
-    units = tensors / lengths[:, None]
-    mean = shares @ units
-    mean /= np.linalg.norm(mean)
-    for _ in range(steps):
-        cosines = np.clip(units @ mean, -1, 1)
-        angles = np.arccos(cosines)
-        stretch = np.where(angles < 1e-7, 1, angles / np.where(angles == 0, 1, np.sin(angles)))
-        step = (shares * stretch) @ (units - cosines[:, None] * mean)
-        length = np.linalg.norm(step)
-        if length < 1e-13:
-            break
-        mean = math.cos(length) * mean + math.sin(length) * step / length
-        mean /= np.linalg.norm(mean)
-    return shares @ lengths * mean
+def whole(low, high, *shape):
+    """A delta of whole numbers, many of them equal."""
+    return [np.random.default_rng(0).integers(low, high, shape).astype(np.float32)]
+
+
+def counted(*shape):
+    return [np.arange(1, 65, dtype=np.float32).reshape(shape)]
+
+
+def partly_shared():
+    deltas = np.array(large_deltas(2))
+    deltas[np.abs(deltas) < 1] = 0
+    return deltas
+
+
+THREE = partial(large_deltas, 3)
+RELATIVE = 4e-7  # a tolerance times the value; all others are absolute
+OVER_CHUNKS = [
+    *((karcher, THREE, {"on": on}, 4e-6) for on in ("weights", "deltas")),
+    (multislerp, THREE, {"on": "deltas"}, 1e-5),
+    *(
+        (nuslerp, partial(large_deltas, 2, shape=shape), asked, 1e-5)
+        for each, shape in (("tensor", LARGE), ("row", LARGE), ("column", LARGE[::-1]))
+        for on in ("deltas", "weights")
+        for asked in [{"each": each, "on": on, "weights": [1, 2]}]
+    ),
+    *((model_stock, THREE, {"each": each}, 1e-5) for each in ("tensor", "row")),
+    (emr, THREE, {}, 0),
+    (consensus, THREE, {}, 0),
+    (ties, THREE, {"vote": "count", "weighted": False, "divide_by": "count"}, 0),
+    (ramplus, partly_shared, {"boost": 1.0, "most": 10.0}, 1e-5),
+    (sce, lambda: np.round(large_deltas(4)), {"select_ratio": 0.5}, 1e-5),
+    # Few distinct magnitudes, so that cuts fall among many equal ones in several chunks.
+    *(
+        (trim, partial(whole, -6, 6, size), {"keep_ratio": 0.3}, 0)
+        for size in (1, 7, 100_000, 1_200_000)
+    ),
+    (
+        *(breadcrumbs, partial(whole, -6, 6, 2 * CHUNK + 99)),
+        *({"keep_middle": 0.55, "drop_largest": 0.25}, 0),
+    ),
+    *(
+        (breadcrumbs, partial(whole, 1, 1000, *shape), asked, 0)
+        for shape in ((150, 7000), (3, 400_000), (2, 700_001), (1_200_000,))
+        for asked in [{"keep_middle": 0.5, "drop_largest": 0.1, "per": "row"}]
+    ),
+    *(
+        (della, partial(whole, 1, 1000, *shape), {"drop_rate": 0.7, "window": 0.4}, RELATIVE)
+        for shape in ((30, 41), (64, 1), (), (300, 4096), (150, 7000), (2, 700_001), (600_000,))
+    ),
+    *(
+        (della, partial(counted, 64), {"drop_rate": 0.5, "window": 0.25, "rescale": rescale}, 0)
+        for rescale in (False, "l1")
+    ),
+    *(
+        (nm, partial(whole, 1, 1000, *shape), asked, 0)
+        for shape, n, m in (
+            ((CHUNK // 4096 + 1, 4096), 2, 4),
+            *(((200, 3000), 1, 3), ((80, 7001), 4, 8)),
+        )
+        for choose in ("magnitude", "random")
+        for asked in [{"n": n, "m": m, "choose": choose, "rescale": False}]
+    ),
+    (nm, partial(counted, 64), {"n": 2, "m": 4, "choose": "random", "rescale": True}, 0),
+]
+
+
+@pytest.mark.parametrize(("definition", "make", "asked", "tolerance"), OVER_CHUNKS)
+def test_over_chunks(definition, make, asked, tolerance):
+    method, deltas = method_of(definition), make()
+    base = np.full_like(deltas[0], 0.25 if "on" in asked else 0)
+    merge = partial(combine, method, *deltas, base=base, **asked)
+    parameters = {name: value for name, value in asked.items() if name != "on"}
+    on_weights = asked.get("on") == "weights"
+    tensors = [(base + delta) - (0 if on_weights else base) for delta in deltas]
+    expected = definition(tensors, **parameters) + (0 if on_weights else base)
+    found = merge()
+    is_relative = tolerance == RELATIVE
+    tolerances = {"rtol": tolerance, "atol": 0} if is_relative else {"rtol": 0, "atol": tolerance}
+    np.testing.assert_allclose(found, expected, **tolerances)
+    own = {name: value for name, value in asked.items() if name != "weights"}
+    stages = {definition.__name__: own}
+    least = plan(method, [base.shape], len(deltas), stages=stages, threads=1).cost.least_memory
+    for other in ({"backend": "reference", "threads": 3}, {"max_memory": least}):
+        assert merge(**other).tobytes() == found.tobytes()
+
+
+@st.composite
+def cases(draw):
+    """A definition, some rows of whole numbers, and parameters."""
+    definition = draw(st.sampled_from([breadcrumbs, nm, cabs]))
+    elements = st.integers(-9, 9) if definition is cabs else st.integers(-9, 9).filter(bool)
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 40)))
+    rows = draw(arrays.arrays(np.float32, shape, elements=elements.map(float)))
+    if definition is breadcrumbs:
+        shares = {"keep_middle": st.floats(0.01, 1), "drop_largest": st.floats(0, 0.99)}
+        asked = st.fixed_dictionaries({**shares, "per": st.sampled_from(["tensor", "row"])})
+        return definition, [rows], draw(asked)
+    m = draw(st.integers(1, 12) if definition is nm else st.sampled_from([1, 2, 4, 8, 16]))
+    pair = {"n": draw(st.integers(1, m)), "m": m}
+    if definition is cabs:
+        return definition, list(rows), pair
+    choose = draw(st.sampled_from(["magnitude", "random"]))
+    return definition, [rows], {**pair, "choose": choose, "rescale": False}
+
+
+@settings(max_examples=90)
+@given(cases(), st.integers(-8, 8))
+def test_any_numbers(case, power):
+    definition, deltas, asked = case
+    method, factor = method_of(definition), np.float32(2.0**power)
+    found = combine(method, *deltas, **asked)
+    assert found.tolist() == definition(deltas, **asked).tolist()
+    scaled = combine(method, *(factor * delta for delta in deltas), **asked)
+    assert (scaled == factor * found).all()
+    if definition is nm:  # what is kept once is kept again
+        assert (combine(method, found, **asked) == found).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6))
 def test_karcher_is_the_mean_on_the_sphere(seed, count):
     generator = np.random.default_rng(seed)
-    tensors = generator.standard_normal((count, 50)) + 0.5
-    tensors = tensors.astype(np.float32)
-    weights = generator.uniform(0.5, 2, count)
-    found = combine("karcher", *tensors, weights=weights.tolist(), stages=ON_DELTAS)
-    assert found == pytest.approx(mean_of(tensors, weights / weights.sum()), rel=1e-5, abs=1e-5)
+    tensors = generator.standard_normal((count, 50), np.float32) + np.float32(0.5)
+    weights = generator.uniform(0.5, 2, count).tolist()
+    found = combine("karcher", *tensors, weights=weights, on="deltas")
+    assert found == pytest.approx(karcher(tensors, weights), rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("on", ["weights", "deltas"])
-def test_karcher(on):
-    deltas = large_deltas(3)
-    base = np.full_like(deltas[0], 0.25)
-    found = both_ways("karcher", deltas, base=base, stages={"karcher": {"on": on}})
-    tuned = [base + delta for delta in deltas]
-    if on == "weights":
-        expected = mean_of(tuned)
-    else:
-        expected = 0.25 + mean_of([model - base for model in tuned])
-    assert np.abs(found.reshape(-1) - expected).max() < 4e-6
+def test_turns_of_nm_and_models_of_cabs_do_not_overlap():
+    asked = {"n": 2, "m": 8, "choose": "random", "rescale": False}
+    turns = [combine("nm+sum", np.ones((50, 64)), turn=turn, **asked) for turn in range(4)]
+    assert (sum(turns) == 1).all()
+    assert all((found.reshape(-1, 8).sum(axis=1) == 2).all() for found in turns)
 
-
-def test_multislerp():
-    deltas = large_deltas(3)
-    found = both_ways("multislerp", deltas, stages={"multislerp": {"on": "deltas"}}).reshape(-1)
-    wide = np.array(deltas, np.float64).reshape(3, -1)
-    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
-    mean = (wide / lengths).mean(axis=0)
-    expected = mean / np.linalg.norm(mean) * lengths.mean()
-    assert np.abs(found - expected).max() < 1e-5
-
-
-def arc(first, second, t, axis):
-    """Interpolate line by line in float64."""
-    first, second = np.float64(first), np.float64(second)
-    product = (first * second).sum(axis=axis, keepdims=True)
-    lengths = [np.sqrt((v * v).sum(axis=axis, keepdims=True)) for v in (first, second)]
-    angle = np.arccos(product / lengths[0] / lengths[1])
-    return (np.sin((1 - t) * angle) * first + np.sin(t * angle) * second) / np.sin(angle)
-
-
-@pytest.mark.parametrize(
-    ("each", "axis", "shape"),
-    [("tensor", (0, 1), LARGE), ("row", 1, LARGE), ("column", 0, LARGE[::-1])],
-)
-@pytest.mark.parametrize("on", ["deltas", "weights"])
-def test_nuslerp(each, axis, shape, on):
-    first, second = (delta.reshape(shape) for delta in large_deltas(2))
-    base = np.full(shape, 0.25, np.float32)
-    given = {"base": base, "weights": [1, 2], "stages": {"nuslerp": {"each": each, "on": on}}}
-    found = both_ways("nuslerp", [first, second], **given)
-    first, second = (
-        (base + delta) if on == "weights" else (base + delta) - base for delta in (first, second)
-    )
-    expected = arc(first, second, 2 / 3, axis) + (0 if on == "weights" else base)
-    assert np.abs(found - expected).max() < 1e-5
-
-
-def test_model_stock():
-    deltas = large_deltas(3)
-    wide = np.array(deltas, np.float64).reshape(3, -1)
-    units = wide / np.linalg.norm(wide, axis=1, keepdims=True)
-    cosine = (units @ units.T)[np.triu_indices(3, 1)].mean()
-    expected = 3 * cosine / (1 + 2 * cosine) * wide.mean(axis=0)
-    found = both_ways("model_stock", deltas)
-    assert np.abs(found.reshape(-1) - expected).max() < 1e-6 * np.abs(wide).max()
-    by_row = both_ways("model_stock", deltas, stages={"model_stock": {"each": "row"}})
-    for row in range(3):
-        alone = combine("model_stock", *(delta[row] for delta in deltas))
-        assert np.abs(by_row[row] - alone).max() < 1e-5
-
-
-def test_votes():
-    deltas = large_deltas(3)
-    total = (deltas[0] + deltas[1]) + deltas[2]
-    largest = np.where(total > 0, np.max(deltas, axis=0), np.min(deltas, axis=0))
-    assert (both_ways("emr", deltas) == largest).all()
-
-    needed = sum(np.abs(d) >= np.float32(0.4) * np.abs(total - d) for d in deltas)
-    found = both_ways("consensus", deltas)
-    assert (found == np.where(needed >= 2, total, 0)).all()
-    assert 0.1 < (found == 0).mean() < 0.9
-
-    stages = {"ties": {"vote": "count", "weighted": False, "divide_by": "count"}}
-    side = np.sign(sum(np.sign(d) for d in deltas))
-    agreeing = [np.where(np.sign(d) == side, d, 0).astype(np.float32) for d in deltas]
-    count = sum((np.sign(d) == side).astype(np.float32) for d in deltas)
-    expected = ((agreeing[0] + agreeing[1]) + agreeing[2]) / count
-    assert (both_ways("ties", deltas, stages=stages) == expected).all()
-
-
-def test_ramplus():
-    deltas = np.array(large_deltas(2))
-    deltas[np.abs(deltas) < 1] = 0
-    stages = {"ramplus": {"boost": 1.0, "most": 10.0}}
-    found = both_ways("ramplus", deltas, stages=stages)
-    changed = deltas != 0
-    shared = changed.all(axis=0)
-    factors = [1 + shared.sum() / (own & ~shared).sum() for own in changed]
-    own = deltas[0] * factors[0] + deltas[1] * factors[1]
-    assert np.abs(found - np.where(shared, deltas.mean(axis=0), own)).max() < 1e-5
-
-
-def test_sce():
-    deltas = np.round(np.array(large_deltas(4)))  # many equals, at the cut too; sums are exact
-    found = both_ways("sce", deltas, stages={"sce": {"select_ratio": 0.5}}).reshape(-1)
-    flat = deltas.reshape(4, -1).astype(np.float64)
-    variance = flat.var(axis=0).astype(np.float32)
-    order = np.argsort(-variance, kind="stable")
-    kept = np.zeros_like(flat)
-    chosen = order[: int(0.5 * np.count_nonzero(variance))]
-    kept[:, chosen] = flat[:, chosen]
-    weights = np.square(kept).sum(axis=1, keepdims=True)
-    weights /= weights.sum()
-    agree = np.sign(kept) == np.where(kept.sum(axis=0) >= 0, 1, -1)
-    divisor = np.maximum((weights * agree).sum(axis=0), 1e-6)
-    assert np.abs(found - (weights * agree * kept).sum(axis=0) / divisor).max() < 1e-5
+    marked = [np.full(CHUNK + 1000, 1000**model) for model in range(4)]
+    values, counts = np.unique(combine("cabs", *marked, n=2, m=8), return_counts=True)
+    assert values.tolist() == [1, 1000, 1000**2, 1000**3]
+    assert set(counts.tolist()) == {(CHUNK + 1000) // 4}
 
 
 def test_pcb(monkeypatch):
     """In float64, with a sort; scores below the (k + 1)-th are cut to it."""
     deltas = [delta / 64 for delta in large_deltas(2)]
-    found = both_ways("pcb", deltas)
+    found = combine("pcb", *deltas)
     wide = np.array(deltas, np.float64).reshape(2, -1)
     peaks = np.abs(wide).max(axis=1, keepdims=True)
     scores = np.exp(2 * (wide / peaks) ** 2) * np.tanh(wide * wide.sum(axis=0))
@@ -182,6 +195,7 @@ def test_pcb(monkeypatch):
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     assert ((found != 0) != (expected != 0)).mean() < 1e-5
     assert 0.1 < (found != 0).mean() < 0.2
+    assert combine("pcb", *deltas, backend="reference", threads=3).tobytes() == found.tobytes()
     monkeypatch.setattr(Cost, "spare_bytes", 0)  # no room to remember scores
     assert combine("pcb", *deltas).tobytes() == found.tobytes()
 
@@ -189,7 +203,9 @@ def test_pcb(monkeypatch):
 @pytest.mark.parametrize("shape", [LARGE, (200_003, 3)])
 def test_arcee_fusion(shape):
     base, delta = 0.1 * np.random.default_rng(0).standard_normal((2, *shape), np.float32)
-    found = both_ways("arcee_fusion", [delta], base=base)
+    found = combine("arcee_fusion", delta, base=base)
+    again = combine("arcee_fusion", delta, base=base, backend="reference", threads=3)
+    assert again.tobytes() == found.tobytes()
     q, p = (np.exp(np.float64(rows)) for rows in (base, base + delta))
     q, p = (rows / rows.sum(axis=1, keepdims=True) + 1e-8 for rows in (q, p))
     importance = np.abs(delta) * (p * np.log(p / q)).sum(axis=1, keepdims=True)
