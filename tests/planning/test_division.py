@@ -63,7 +63,7 @@ def test_a_hand_made_division():
     assert Division(plan_of([3 * CHUNK, CHUNK], "trim+linear"), 2).share(2) == {"w1": range(1)}
 
 
-@pytest.mark.parametrize("text", ["", "1", "1/", "/2", "0/2", "3/2", "1/2/3", "½/2", "1/99999"])
+@pytest.mark.parametrize("text", ["1/", "/2", "1/2/3", "½/2"])
 def test_slices_are_written_as_fractions(text):
     assert str(Slice.parse(" 16/16 ")) == "16/16"
     with pytest.raises(RecipeError, match="NUMBER/OF"):

@@ -8,6 +8,7 @@ import math
 import numpy as np
 from combining import largest_first
 
+from dare import keep_mask
 from dare.kernels import reference
 from dare.tensors.mask import mask_key
 
@@ -125,6 +126,24 @@ def numbers_of_the_mask(shape, seed=42):
     return found.reshape(shape)
 
 
+def rescaled(delta, keep, factor):
+    """What is kept, times a number, or such that the L1 norm stays."""
+    if factor == "l1":
+        factor = np.abs(delta).sum(dtype=float) / np.abs(delta[keep]).sum(dtype=float)
+    return np.where(keep, delta * np.float32(factor), 0)
+
+
+def dare(deltas, drop_rate, rescale=True):
+    factor = {True: 1 / (1 - drop_rate), False: 1, "l1": "l1"}[rescale]
+    return rescaled(deltas[0], keep_mask("w", deltas[0].size, drop_rate, seed=42), factor)
+
+
+def darex(deltas, drop_rate, q=0.0, epsilon=0.0, max_variance=np.inf):
+    least = math.sqrt(drop_rate * (1 - drop_rate) / max_variance)
+    divisor = max(q, 1 - drop_rate + epsilon, least)
+    return rescaled(deltas[0], keep_mask("w", deltas[0].size, drop_rate, seed=42), 1 / divisor)
+
+
 def della_keeps(delta, drop_rate, window):
     """Which elements are kept, their numbers being below their thresholds, and the rates."""
     rows = np.atleast_1d(delta)
@@ -142,8 +161,7 @@ def della(deltas, drop_rate, window, rescale=True):
     keep, rates = della_keeps(delta, drop_rate, window)
     if rescale is True:
         return np.where(keep, delta / rates, 0)
-    norms = delta.sum(dtype=float), delta[keep].sum(dtype=float)
-    return np.where(keep, delta * np.float32(norms[0] / norms[1] if rescale else 1), 0)
+    return rescaled(delta, keep, rescale or 1)
 
 
 def nm(deltas, n, m, choose, rescale):

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 import dare
+from dare.stages import STAGES
+from helpers import method_of
 
 CAUSAL = np.triu(np.full((8, 8), -np.inf, np.float32), 1)
+TAKES_ONE_OR_GRAMS = {"arcee_fusion", "passthrough", "regmean"}
 CHAINS = [
-    *("linear", "sum", "ties", "dare+linear", "dare+ties", "trim+ties", "dare+trim+ties"),
-    *("della+linear", "breadcrumbs+linear", "nm+linear", "dare+darex+linear", "emr", "consensus"),
-    *("karcher", "model_stock", "slerp", "nuslerp", "pcb", "cabs", "star+linear", "fourier+linear"),
-    *("tsv", "sce", "ram", "ramplus", "multislerp", "nearswap+sum"),
+    *(method_of(name) for name in STAGES if name not in TAKES_ONE_OR_GRAMS),
+    *("dare+ties", "trim+ties", "dare+trim+ties", "dare+darex+linear"),
 ]
 
 
