@@ -1,9 +1,9 @@
-"""Tensors that an adapter stands for, computed from the factors and rows that it stores.
+"""Tensors that an adapter represents, computed from the factors and rows that it stores.
 
-A change is a sum of products: the change of a matrix by a LoRA, or of each expert's matrix. DoRA's
-magnitudes and the rows of trained tokens make whole weights of the base's. All are computed in
-float32, for the elements that are asked for. `Read` fills an array with elements of what whole
-weights start from: the base's weights and the change by the factors.
+A LoRA's change of a matrix, or of each expert's matrix, is a sum of products. DoRA's magnitudes and
+the rows of trained tokens turn the base's weights into whole weights. All are computed in float32,
+for the requested elements only. `Read` fills an array with elements of what whole weights are
+computed from: the base's weights plus the change by the factors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Product:
     """A delta as a product: scale · left·right, each a stored tensor or its transpose.
 
     The left factor is read a piece at a time. An element is the sum of its products in the order of
-    the rank, so its bits do not depend on the pieces. Several experts have one such matrix each:
-    lora_A has the directions of one after those of another, lora_B has them side by side.
+    the rank, so its bits do not depend on the pieces. With several experts, each has such a matrix:
+    lora_A has their directions one after the other, lora_B has them side by side.
     """
 
     left: str
@@ -39,7 +39,7 @@ class Product:
     transposed: bool  # True if `left` is lora_A, False if it is lora_B
     scale: float
     experts: int = 1
-    offset: int = 0  # elements of the tensor before it; it changes nothing there, nor behind it
+    offset: int = 0  # elements of the tensor before it; they, and those after it, do not change
 
     def sides(self, stored: Source) -> tuple[int, int, int]:
         """Return rows, rank and columns, of one expert."""
@@ -51,7 +51,7 @@ class Product:
         return left[0], left[1] // self.experts, right[1]
 
     def reading_bytes(self, stored: Source) -> int:
-        """Return the memory for a chunk beside it: right factor, rows of the left, one twice."""
+        """Return the memory beside a chunk: right factor, rows of the left, one of them twice."""
         rows, rank, columns = self.sides(stored)
         height = min(rows, self._most_rows(rank), CHUNK // max(1, columns) + 2)
         keys = (key for key in (self.left, self.right) if key is not None)
@@ -86,7 +86,7 @@ class Product:
             part = into[begin - start : min(end, bottom * columns) - start]
             first = begin - top * columns
             kernels.load("cpu").low_rank(left, right, first, np.float32(self.scale), part)
-            del left  # before the next is read, for memory's sake
+            del left  # frees its memory before the next is read
 
     def _most_rows(self, rank: int) -> int:
         return max(1, PIECE // max(1, rank * self.experts))
@@ -128,10 +128,10 @@ _NORMS_LOCK = RLock()
 
 @dataclass
 class DoraMagnitudes:
-    """DoRA: every row of W + ΔW, or every column, brought to a norm that is stored.
+    """DoRA: every row of W + ΔW, or every column, scaled to a stored norm.
 
-    PEFT takes norms over the inputs: those of rows, but of columns where the inputs come first, as
-    in an embedding. Norms of columns are computed once, and kept.
+    PEFT takes norms over the inputs: of rows, or of columns where the inputs come first, as in an
+    embedding. Norms of columns are computed once, and kept.
     """
 
     key: str
@@ -142,7 +142,7 @@ class DoraMagnitudes:
 
     @property
     def reading_bytes(self) -> int:
-        """The memory for whole rows with their squares, and for norms, beside reading them."""
+        """The memory for whole rows with their squares, and for norms."""
         return 12 * max(CHUNK, self.columns) + 24 * max(self.rows, self.columns)
 
     def fill(self, read: Read, stored: Source, start: int, into: Floats) -> None:
@@ -186,7 +186,7 @@ def _quotient(wanted: Floats, norms: NDArray[np.float64]) -> Floats:
 
 @dataclass(frozen=True)
 class TrainedRows:
-    """Rows of an embedding that were trained, in place of the base's."""
+    """Trained rows of an embedding, in place of the base's."""
 
     key: str
     columns: int

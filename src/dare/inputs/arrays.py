@@ -1,6 +1,6 @@
 """Arrays of NumPy and torch as stored bytes, and back.
 
-torch is imported only if a torch tensor is handed in, so only if the caller has imported it.
+torch is never imported here: only a caller who has imported it can pass a torch tensor.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dare.tensors.header import TensorInfo
 
 
 class TorchModule(Protocol):
-    """A torch module, as far as it is needed here."""
+    """The part of a torch module that is needed here."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Its tensors by name."""
+        """Return its tensors by name."""
 
 
 Arrays = Mapping[str, Any] | TorchModule
@@ -33,7 +33,7 @@ def array_source(arrays: Arrays, label: str) -> ArraySource:
     plain = {
         name: plain_array(array, f"{label}: {name}")
         for name, array in named_arrays(arrays, label).items()
-    }  # held until all places are known: a copy that is freed gives its place to the next
+    }  # held until all places are known: the next copy may reuse the memory of one that is freed
     return ArraySource(
         {name: (kind, tuple(array.shape), _bytes(array)) for name, (kind, array) in plain.items()},
         label=label,
@@ -54,8 +54,8 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
     """Return the storage type of an array, and the array with its values as they are in memory.
 
     Every function takes dense arrays of NumPy and torch, of a type that models are stored in.
-    Another byte order and conjugate or negative views are converted, exactly. If the array is to be
-    changed `in_place` they are refused, because only a copy would change.
+    Another byte order and conjugate or negative views are converted exactly, but refused if the
+    array will be changed `in_place`, because only a copy would change.
     """
     if is_torch(array):
         kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))

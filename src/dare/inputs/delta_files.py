@@ -1,10 +1,10 @@
-"""Delta files: a fine-tune stored as its change to a base, presented as the model it stands for.
+"""Delta files: a fine-tune stored as its change to a base, presented as the model it represents.
 
-A tensor reads as the model's own value where it was kept, and as the base's elsewhere; quantised
-values read as the change, and as zero elsewhere. Kept values are as the model has them: `delta_of`
-says that a random choice has to be divided by 1 - p, or it is done here if `rescales` is set. Every
-chunk is checked against its digest whenever it is read. docs/delta-files.md has the format, and
-that of the notes, which are the JSON in the header.
+A tensor reads as the model's value where that was kept, and as the base's elsewhere; quantised
+values read as the change, and as zero elsewhere. Kept values are not rescaled: `delta_of` says that
+randomly chosen changes must be divided by 1 - p, or it is done here if `rescales` is set. Every
+chunk is checked against its digest whenever it is read. docs/delta-files.md describes the format,
+and the notes, which are the JSON in the header.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from dare.tensors.header import TensorInfo, admit, stored_elements
 from dare.tensors.mask import MASK_VERSION, keep_threshold, mask_key
 from dare.tensors.planes import unpack
 
-KEY = "dare.delta"  # the key of the notes in a header, by which a delta file is known
+KEY = "dare.delta"  # the key of the notes in a header, which identifies a delta file
 VERSION: Literal[1] = 1
 INDEX = "index"
-AS_IN_BASE = -1  # a count that says: the chunk is the base's
+AS_IN_BASE = -1  # instead of a count: the chunk is the same as the base's
 MAX_FILE_BYTES = 256_000_000
-MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES  # of all together: a small file must not fill a disk
+MAX_FOLDER_BYTES = 8 * MAX_FILE_BYTES  # of all files: a small delta file must not fill a disk
 MAX_REASON_CHARACTERS = 300
 MAX_NAME_BYTES = 255  # the limit for a part of a path, on every file system that people use
 
@@ -72,7 +72,7 @@ class StoredTensor:
     base: Digest | None = None  # the base's tensor that it is coded against, if any
     base_name: str | None = None
     drop_rate: Rate | None = None
-    tied_to: str | None = None  # the tensor that this is another name of: nothing is stored for it
+    tied_to: str | None = None  # the tensor that this is another name for; nothing is stored here
 
     @property
     def kind(self) -> StorageType:
@@ -87,9 +87,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the model with more in it than tensors."""
+    """A file of the model that has more than tensors."""
 
-    # Stored as far as its tensors begin, or all of it; or not, because the base has the same.
+    # Its part before the tensors is stored, or all of it, or nothing as the base has the same file.
     kind: Literal["header", "whole", "base"]
     size: Annotated[int, Limits(ge=0, le=MAX_FILE_BYTES)]
     digest: Digest
@@ -105,10 +105,10 @@ class DeltaNotes:
     scheme: Literal["random", "lossless"]
     bits: Bits = "native"
     seed: Annotated[int, Limits(ge=0)] | None = None
-    drop_rate: Rate | None = None  # the rate of most tensors; each has its own
+    drop_rate: Rate | None = None  # the rate of most tensors; each tensor has a rate, too
     base: Digest
     model: Digest
-    sample: Digest  # a digest of a few elements of the base, by which a wrong one is known at once
+    sample: Digest  # a digest of a few elements of the base, to recognise a wrong one at once
     tensors: dict[str, StoredTensor]
     # The files of the model's folder: configuration, tokenizer; lossless also its weights.
     files: dict[str, StoredFile] = field(default_factory=dict)
@@ -143,12 +143,12 @@ class DeltaNotes:
             raise ValueError(f"the model's other files have more than {MAX_FOLDER_BYTES} bytes")
 
     def to_json(self) -> str:
-        """Return the text that stands in the header."""
+        """Return the text for the header."""
         return json.dumps(_without_defaults(self), ensure_ascii=False, separators=(",", ":"))
 
 
 def _without_defaults(notes: Any) -> Any:
-    """Return notes as JSON has them: fields that have their defaults are left out."""
+    """Return notes for JSON, without fields that have their default values."""
     if isinstance(notes, dict):
         return {name: _without_defaults(each) for name, each in notes.items()}
     if not is_dataclass(notes):
@@ -162,7 +162,7 @@ def _without_defaults(notes: Any) -> Any:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name is that of a file in a folder or below it, on every system."""
+    """Return whether a name leads to a file in a folder or below it, on every system."""
     parts = PurePosixPath(name).parts
     return (
         parts != ()
@@ -175,7 +175,7 @@ def is_inside(name: str) -> bool:
 
 
 def read_notes(text: str, where: str) -> DeltaNotes:
-    """Check the notes in a header; newer versions are named as such."""
+    """Check the notes in a header; refuse newer versions as such."""
     try:
         document = read_json(text)
         for what, ours in (("version", VERSION), ("mask", MASK_VERSION)):
@@ -201,7 +201,7 @@ SAMPLED_TENSORS, SAMPLED_ELEMENTS = 256, 1024
 
 
 class Piece(NamedTuple):
-    """The stored elements of one chunk in each part: their start and their number."""
+    """The stored elements of one chunk: their starts and numbers in each part."""
 
     kept: int  # the number of values, or of coded bytes; AS_IN_BASE
     digest: bytes
@@ -220,7 +220,7 @@ class DeltaFile:
         self.notes = read_notes(header.metadata[KEY], str(self.path))
         self._local = threading.local()
         self._check_header()
-        # The pieces of the chunks of each tensor; none for names that stand for others.
+        # The pieces of the chunks of each tensor; none for other names of a tensor.
         self.pieces = dict(self._read_index())
 
     def _check_header(self) -> None:
@@ -232,7 +232,7 @@ class DeltaFile:
             raise self.damaged("its header has been changed")
 
     def _read_index(self) -> Iterator[tuple[str, list[Piece]]]:
-        """Read how much of each chunk is stored and where; the index must cover the file."""
+        """Read where each chunk is stored, and how much of it; the index must cover the file."""
         infos = self.stored.tensors
         stored = {name: t for name, t in sorted(self.notes.tensors.items()) if t.tied_to is None}
         counts = {name: chunk_count(tensor.elements) for name, tensor in stored.items()}
@@ -252,8 +252,8 @@ class DeltaFile:
             sizes = list(self._sizes(tensor, rows[first:last, 0].tolist()))
             starts = [tuple(accumulate(of_part, initial=0)) for of_part in zip(*sizes, strict=True)]
             for part, places in zip(parts, starts, strict=False):
-                found, kind = infos.get(part), part_type(self.notes, part, tensor)
-                if ((found.dtype, found.elements) if found else (kind, 0)) != (kind, places[-1]):
+                info, kind = infos.get(part), part_type(self.notes, part, tensor)
+                if ((info.dtype, info.elements) if info else (kind, 0)) != (kind, places[-1]):
                     raise self.damaged(f"{part} does not match the index")
             expected |= set(parts) if counts[name] else set()
             pieces = [
@@ -277,7 +277,7 @@ class DeltaFile:
             yield part_sizes(self.notes, count)
 
     def damaged(self, reason: str) -> InputError:
-        """Return the error to raise where something is not as it was written."""
+        """Return the error to raise if something is not as it was written."""
         return InputError(f"{self.path}: the delta file is damaged: {reason}; get it again")
 
     def spans(self, name: str, chunk: int) -> Iterator[tuple[str, int, int]]:
@@ -288,16 +288,16 @@ class DeltaFile:
     def read_parts(self, name: str, chunk: int) -> list[Raw]:
         """Read the stored parts of a chunk, checked against its digest."""
         digest = xxhash.xxh3_128()
-        found = []
+        stored = []
         for part, start, size in self.spans(name, chunk):
             raw: Raw = np.empty(size, part_type(self.notes, part, self.notes.tensors[name]).carrier)
             if size:
                 self.stored.read(part, start, raw)
             digest.update(raw.data)
-            found.append(raw)
+            stored.append(raw)
         if digest.digest() != self.pieces[name][chunk].digest:
             raise self.damaged(f"chunk {chunk} of {name} has changed since it was written")
-        return found
+        return stored
 
     def uncode(self, name: str, blob: Raw, base: Raw | None, into: Raw) -> None:
         """Undo `pack` of a chunk or a file."""
@@ -342,7 +342,7 @@ class DeltaFile:
                 place.write_bytes(content)
 
     def lanes(self, name: str, chunk: int) -> Bytes:
-        """Return 255 for each kept element of a chunk, else 0, in an array for each thread."""
+        """Return 255 for each kept element of a chunk, else 0; a thread reuses its array."""
         tensor, piece = self.notes.tensors[name], self.pieces[name][chunk]
         start, size = chunk_span(chunk, tensor.elements)
         if not hasattr(self._local, "lanes"):
@@ -363,7 +363,7 @@ class DeltaFile:
     def kept_changes(
         self, count: int, parts: Sequence[Raw], base: Raw | None, lanes: Bytes
     ) -> NDArray[np.float32]:
-        """Return the changes of kept elements, not rescaled, in an array for each thread."""
+        """Return the changes of kept elements, not rescaled; a thread reuses its array."""
         run = kernels.load("cpu")
         if not hasattr(self._local, "change"):
             self._local.change = np.empty(CHUNK, np.float32)
@@ -385,7 +385,7 @@ class DeltaFile:
 
 
 class DeltaSource(SourceView):
-    """The tensors of the model that a delta file stands for, given its base."""
+    """The tensors of the model that a delta file represents, given its base."""
 
     def __init__(self, file: DeltaFile, base: Source, *, rescales: bool = False) -> None:
         self.file, self.notes, self.base = file, file.notes, base
@@ -421,10 +421,10 @@ class DeltaSource(SourceView):
         which = f"{reason}; give the base with the digest {self.notes.base}"
         return InputError(f"{self.file.path}: was made for another base: {which}")
 
-    # ------------------------------------------------------------ what it holds
+    # ------------------------------------------------------------ its content
 
     def _tensor(self, name: str) -> tuple[str, StoredTensor]:
-        """Return the tensor that a name stands for, and its notes."""
+        """Return the tensor that a name refers to, and its notes."""
         name = self.notes.tensors[name].tied_to or name
         return name, self.notes.tensors[name]
 
@@ -439,7 +439,7 @@ class DeltaSource(SourceView):
         if self._is_lossless or not tensor.kind.is_weight:
             return False
         if self.notes.bits == "native" and not tensor.drop_rate:
-            return False  # all values are the model's own, whatever the base's type
+            return False  # all values are the model's, whatever the base's type
         differs = self._base_info(name, tensor).dtype != tensor.kind
         return differs or self._is_rescaled(tensor) or self.notes.bits != "native"
 
@@ -467,7 +467,7 @@ class DeltaSource(SourceView):
 
     @cached_property
     def folder(self) -> Path | None:
-        """A folder with the files that lay beside the model's weights, while this exists."""
+        """A temporary folder with the files that were beside the model's weights."""
         if not any(file.kind != "header" for file in self.notes.files.values()):
             return None
         folder = Path(mkdtemp(prefix="dare-delta-"))
@@ -500,16 +500,16 @@ class DeltaSource(SourceView):
             place = stop
 
     def _decoded(self, name: str, chunk: int, count: int) -> Raw:
-        """Decode a whole chunk, of which a part is asked for; the next is often of the same."""
+        """Decode a whole chunk, of which a part is needed; the next part is often of the same."""
         if getattr(self._local, "place", None) != (name, chunk):
             whole = np.empty(count, self.tensors[name].dtype.carrier)
             self._decode(name, chunk, None, whole)
             self._local.place, self._local.whole = (name, chunk), whole
-        found: Raw = self._local.whole
-        return found
+        decoded: Raw = self._local.whole
+        return decoded
 
     def _decode(self, name: str, chunk: int, base: Raw | None, into: Raw) -> None:
-        """Fill a whole chunk; the base's elements of it are read here if they are not given."""
+        """Fill a whole chunk; read the base's elements of it if they are not given."""
         tensor, piece = self.notes.tensors[name], self.file.pieces[name][chunk]
         is_change = self._is_change(name)
         if tensor.base is None or (is_change and self.notes.bits != "native"):
@@ -530,7 +530,7 @@ class DeltaSource(SourceView):
         lanes = self.file.lanes(name, chunk)
         expand = kernels.load("cpu").expand
         if not is_change:
-            if tensor.drop_rate:  # else nothing is the base's, whose type may be another
+            if tensor.drop_rate:  # else no value is the base's, which may have another type
                 into[:] = base
             expand(parts[0], lanes, into)
             return
@@ -567,7 +567,7 @@ def part_sizes(notes: DeltaNotes, count: int) -> tuple[int, ...]:
 
 
 def file_part(name: str) -> str:
-    """Return the stored tensor that holds one of the model's files, or the header of it."""
+    """Return the stored tensor that holds one of the model's files, or its header."""
     return f"file:{name}"
 
 

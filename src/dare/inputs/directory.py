@@ -1,9 +1,9 @@
-"""The files beside the weights in a model directory, and those of them that go into an output.
+"""The files beside the weights in a model directory, and those that go into an output.
 
 Configuration, tokenizer, processors, sentence-transformers' folders, custom code and licences are
 taken from one directory, file by file from a list of known names; weights, indexes, model cards,
-optimizer states and everything unknown stay behind. Files are copied as they are unless something
-in them must change. Nothing outside the directory is read, whatever a name or a link says.
+optimizer states and everything unknown stay behind. Files are copied unchanged unless something in
+them must change. Nothing outside the directory is read, whatever a name or a link says.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TOKENIZER = [*_FILES["tokenizer"], *_FILES["templates"]]
 LICENCES, FETCHED = _FILES["licences"], _FILES["fetched"]  # of the hub
 LEGAL = re.compile(_FILES["legal"], re.IGNORECASE)
 _LEFT_SILENTLY = re.compile("|".join(_FILES["left_silently"]), re.IGNORECASE)
-_TEMPLATE_TABLES = ("chat_template.json", TOKENIZER_CONFIG)  # unless it is a file
+_TEMPLATE_TABLES = ("chat_template.json", TOKENIZER_CONFIG)  # of templates without their own file
 
-MAX_JSON_BYTES = 256 << 20  # a size that no tokenizer has and that can still be parsed
+MAX_JSON_BYTES = 256 << 20  # larger than any tokenizer, and can still be parsed
 MAX_MODULE_FILES = 1000
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in configurations
 EXAMPLES = 5
@@ -54,7 +54,7 @@ EXAMPLES = 5
 
 @dataclass(frozen=True)
 class StopTokens:
-    """Tokens that end a text or fill one up, as the files of one model have them."""
+    """Tokens that end a text or pad one, from the files of one model."""
 
     special: Mapping[str, Any]  # `eos_token` and `pad_token` of tokenizer_config.json
     config: Mapping[str, Any]  # `eos_token_id` and `pad_token_id` of config.json
@@ -64,9 +64,9 @@ class StopTokens:
         """Return the tokens that end a text; `tokens` are those of the same model."""
         names = {number: token for token, number in (tokens or {}).items()}
         ids = _whole_numbers((self.generation or self.config).get("eos_token_id"))
-        found = {names.get(number) for number in ids}
+        by_id = {names.get(number) for number in ids}
         special = {token_text(self.special.get("eos_token"))}
-        return frozenset(text for text in (special if found <= {None} else found) if text)
+        return frozenset(text for text in (special if by_id <= {None} else by_id) if text)
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Changes:
 
     dtype: StorageType | None = None
     vocab_size: tuple[int, int] | None = None  # rows of the embedding, before and after
-    # The output's id of each token id of the directory's model, where its tokenizer is another.
+    # The output's id for each token id of the directory's model, if its tokenizer is another.
     token_ids: Mapping[int, int | None] | None = None
     chat_template: str | None = None
-    stop_tokens: StopTokens | None = None  # if files of several directories come together
+    stop_tokens: StopTokens | None = None  # if files come from several directories
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
-    layers: Sequence[tuple[Path | None, int]] = ()  # of a stack: each one's folder, and number
+    layers: Sequence[tuple[Path | None, int]] = ()  # of a stack: folder and number of each layer
     config: Mapping[str, Any] = field(default_factory=dict)  # further values of config.json
-    recoded: Mapping[str, Any] = field(default_factory=dict)  # those of a format of the output
+    recoded: Mapping[str, Any] = field(default_factory=dict)  # values for the output's format
 
 
 def main_type(tensors: Iterable[Described]) -> StorageType | None:
@@ -145,14 +145,14 @@ class Sidecars:
     notes: list[Notice] = field(default_factory=list)
 
     def take(self, directory: Path, names: Iterable[str]) -> None:
-        """Take files of a directory in."""
+        """Take files of a directory."""
         self.files |= {name: _file(directory, name) for name in names}
 
     def note_left(self, names: Iterable[str]) -> None:
         """Say which of a directory's files and folders stay behind, if anybody would miss them."""
         kept = {name.split("/")[0] for name in self.files} | self.files.keys()
-        last = ((name, name.rpartition("/")[2]) for name in names if name not in kept)
-        if left := [name for name, own in last if not _LEFT_SILENTLY.fullmatch(own)]:
+        others = (name for name in names if name not in kept)
+        if left := [n for n in others if not _LEFT_SILENTLY.fullmatch(n.rpartition("/")[2])]:
             files = some_of(left, EXAMPLES)
             self.notes.append(notice("not_copied", files=files, directory=self.directory))
 
@@ -189,11 +189,11 @@ class Sidecars:
         return document
 
     def chat_template(self) -> str | None:
-        """Return the template that is collected, wherever it is kept."""
+        """Return the collected chat template, whichever file has it."""
         return _find_template(self.text, self.directory)
 
     def replace(self, name: str, document: dict[str, Any]) -> None:
-        """Put another content in place of a file; the same content leaves its bytes alone."""
+        """Replace a file's content, unless it means the same: then its bytes stay."""
         if document != self.table(name):
             self.files[name] = dump_json(document, Path(name))
 
@@ -227,7 +227,7 @@ class Sidecars:
             self.replace(GENERATION_CONFIG, document)
 
     def check_stop_tokens(self, tokens: Mapping[str, int]) -> None:
-        """Refuse an output that waits for a token which its tokenizer does not have."""
+        """Refuse an output whose stop token is missing from its tokenizer."""
         known = set(tokens.values())
         missing: list[tuple[str, Any]] = []
         for name in (CONFIG, GENERATION_CONFIG):
@@ -287,10 +287,10 @@ def _are_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 def walk(directory: Path, folder: str) -> Iterator[str]:
     """Yield every file below a folder, by its name relative to the directory."""
-    left = [folder]
+    folders = [folder]
     count = 0
-    while left:
-        here = left.pop()
+    while folders:
+        here = folders.pop()
         for name in list_names(resolve_inside(directory, here)):
             count += 1
             if count > MAX_MODULE_FILES:
@@ -303,14 +303,14 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
             elif (directory / path).is_symlink():
                 raise InputError(f"{directory / path}: is a link to a folder; put a copy there")
             else:
-                left.append(path)
+                folders.append(path)
 
 
 # ---------------------------------------------------------------- reading, and only inside
 
 
 def resolve_inside(directory: Path, name: str) -> Path:
-    """Resolve a name, if it leads inside its directory or to the `blobs` of a hub's cache."""
+    """Resolve a name that leads inside its directory, or to the `blobs` of a hub's cache."""
     if is_stored(directory):  # which has no links
         return directory / name
     home = Path(os.path.realpath(directory))
@@ -325,7 +325,7 @@ def resolve_inside(directory: Path, name: str) -> Path:
 
 
 def _file(directory: Path, name: str) -> Path:
-    """Resolve a name, if it leads to an ordinary file that is there."""
+    """Resolve a name that leads to an existing ordinary file."""
     path = resolve_inside(directory, name)
     if not is_stored(path):
         os.close(open_ordinary(path, directory / name))
@@ -376,23 +376,23 @@ def _stack_layers(document: dict[str, Any], layers: Sequence[tuple[Path | None, 
     homes = {home: (home and read_json(home, CONFIG)) or {} for home, _ in layers}
     for place, table in enumerate(_text_tables(document)):
         keys = [key for key in LAYER_COUNTS if type(table.get(key)) is int]
-        lists = [k for k, own in table.items() if isinstance(own, list) and len(own) > 1]
+        lists = [k for k, value in table.items() if isinstance(value, list) and len(value) > 1]
         for key in lists if keys else ():
             if len(table[key]) == table[keys[0]]:
-                found = {home: _text_tables(c)[place:][:1] for home, c in homes.items()}
-                own = {home: tables[0].get(key) for home, tables in found.items() if tables}
-                table[key] = [_value_of(layer, own.get(h), table[key]) for h, layer in layers]
+                tables = {home: _text_tables(c)[place:][:1] for home, c in homes.items()}
+                values = {home: found[0].get(key) for home, found in tables.items() if found}
+                table[key] = [_value_of(layer, values.get(h), table[key]) for h, layer in layers]
         table.update(dict.fromkeys(keys, len(layers)))
 
 
-def _value_of(layer: int, own: Any, usual: list[Any]) -> Any:
-    """Return a layer's value in the list of its own model, or else in the usual one."""
-    values = own if isinstance(own, list) and len(own) > layer else usual
+def _value_of(layer: int, listed: Any, usual: list[Any]) -> Any:
+    """Return a layer's value in the list of its model, or else in the usual list."""
+    values = listed if isinstance(listed, list) and len(listed) > layer else usual
     return values[min(layer, len(values) - 1)]
 
 
 def _renumber(document: dict[str, Any], ids: Mapping[int, int | None], where: Path) -> None:
-    """Give token ids in a configuration the numbers they have in the output."""
+    """Replace token ids in a configuration by those of the output."""
 
     def renumbered(key: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -414,7 +414,7 @@ def _renumber(document: dict[str, Any], ids: Mapping[int, int | None], where: Pa
 
 
 def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> StopTokens:
-    """Read the stop tokens; `tokens` have the ids where only the tokenizer names them."""
+    """Read the stop tokens; `tokens` has the ids of those that only the tokenizer names."""
     special: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):
         special |= _values(read_json(directory, name), ("eos_token", "pad_token"))
@@ -431,7 +431,7 @@ def stop_tokens_of(directory: Path, tokens: Mapping[str, int] | None = None) -> 
 
 
 def renumber_stop_tokens(stop: StopTokens, ids: Mapping[int, int | None], whose: str) -> StopTokens:
-    """Give stop tokens the ids that they have in the output; padding that it lacks is left out."""
+    """Give stop tokens the output's ids; leave out a padding token that the output lacks."""
     is_lost = any(ids.get(n, n) is None for n in _whole_numbers(stop.config.get("pad_token_id")))
     left_out = {"pad_token", "pad_token_id"} if is_lost else set()
     tables = [
@@ -453,13 +453,13 @@ def _whole_numbers(value: Any) -> list[int]:
 
 
 def token_text(token: Any) -> str | None:
-    """Return a special token's text, which may stand in a table with its flags."""
+    """Return a special token's text, which may be in a table with its flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def _text_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a configuration whose token ids are those of the tokenizer."""
+    """Return the parts of a configuration that use the tokenizer's ids."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 
@@ -475,12 +475,12 @@ def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> 
 
 
 def chat_template_of(directory: Path) -> str | None:
-    """Return the chat template of a model directory, wherever it is kept."""
+    """Return the chat template of a model directory, whichever file has it."""
     return _find_template(partial(read_text, directory), directory)
 
 
 def _find_template(read: Callable[[str], bytes | None], directory: Path) -> str | None:
-    """Find a template in its own file or in a table; `read` returns the files that there are."""
+    """Find a template in its own file or in a table; `read` returns None for a missing file."""
     if (text := read(CHAT_TEMPLATE)) is not None:
         return _decoded(text, directory / CHAT_TEMPLATE)
     tables = ((name, read(name)) for name in _TEMPLATE_TABLES)
@@ -498,7 +498,7 @@ def _template_in(document: Any) -> str | None:
 
 @cache
 def usual_templates() -> dict[str, str]:
-    """Return the templates that have a name of their own."""
+    """Return the well-known templates by name."""
     text = files("dare.inputs").joinpath("chat_templates.toml").read_text("utf-8")
     return tomllib.loads(text)
 
@@ -511,7 +511,7 @@ def _decoded(text: bytes, where: Path) -> str:
 
 
 def _checked_template(text: str, where: object) -> str:
-    """Refuse a template that ends in the middle of its code, or cannot be written."""
+    """Refuse a template that ends in the middle of its code, or cannot be encoded."""
     begins, ends = (max(map(text.rfind, marks)) for marks in (("{{", "{%"), ("}}", "%}")))
     if begins > ends or text.encode(errors="ignore").decode() != text:
         raise RecipeError(f"{where}: is not a whole template in UTF-8; correct or replace it")
@@ -523,9 +523,9 @@ def choose_chat_template(
 ) -> tuple[str | None, tuple[Notice, ...]]:
     """Return the template to replace the one in `own`, or None to leave that; and notes.
 
-    The setting is "auto", the name of a model, the name of a usual template, a template, or a file
-    that holds one. With "auto" the directory's own stays; if it has none, the one that all models
-    agree on is taken.
+    The setting is "auto", the name of a model, the name of a well-known template, a template, or a
+    file with one. With "auto" the directory's template stays; if it has none, the one that all
+    models agree on is taken.
     """
     if setting == "auto":
         return _agreed_template(own, models)

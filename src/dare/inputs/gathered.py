@@ -1,12 +1,12 @@
-"""Files of what inputs have shown of models, which a recipe names beside its models.
+"""Files of figures gathered from models at work, which a recipe names beside its models.
 
 A recipe's `gathered` is a safetensors file with two kinds of tensors. Both are optional.
 
     gram/MODEL/TENSOR   the Gram matrix XᵀX of the inputs of a linear layer, over a model's task:
                         its upper triangle, row after row
-    TENSOR              a tensor that stands in the output as it is, such as a norm's statistics
+    TENSOR              a tensor that goes into the output unchanged, such as a norm's statistics
 
-Its header has the digest of every tensor. So the header says which file it is, and each tensor is
+Its header has the digest of every tensor. So the header identifies the file, and each tensor is
 checked when it is read, one at a time.
 """
 
@@ -48,14 +48,14 @@ class Notes:
 
 
 class Gathered(FileSource):
-    """Such a file; it must be open where tensors are read."""
+    """A file of gathered tensors; it must be open when tensors are read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            found = read_json(self.metadata.get(NOTE, ""))
-            names = [field.name for field in fields(Notes) if field.name in found]
-            self.notes = checked({name: found[name] for name in names}, Notes)
+            given = read_json(self.metadata.get(NOTE, ""))
+            names = [field.name for field in fields(Notes) if field.name in given]
+            self.notes = checked({name: given[name] for name in names}, Notes)
         except (ValueError, TypeError, RecursionError):
             what = "has no Gram matrices or statistics with their digests"
             raise InputError(f"{path}: {what}; {REMEDY}") from None
@@ -64,8 +64,9 @@ class Gathered(FileSource):
 
     @cached_property
     def digest(self) -> str:
-        """The digest of all that it holds."""
-        return model_digest((self.tensors[name], own) for name, own in self.notes.digests.items())
+        """The digest of all its tensors."""
+        digests = self.notes.digests.items()
+        return model_digest((self.tensors[name], digest) for name, digest in digests)
 
     def fingerprint(self) -> list[Any]:
         return [self.digest]
@@ -73,13 +74,13 @@ class Gathered(FileSource):
     def array(self, name: str) -> Floats:
         """Read a tensor of float32 numbers; refuse one that has changed or is not finite."""
         info = self.tensors[name]
-        found = np.empty(info.elements, info.dtype.carrier)
-        self.read(name, 0, found)
-        if bytes_digest(found.data) != self.notes.digests[name]:
+        values = np.empty(info.elements, info.dtype.carrier)
+        self.read(name, 0, values)
+        if bytes_digest(values.data) != self.notes.digests[name]:
             raise InputError(f"{self.path}: {name}: changed since it was written; {REMEDY}")
-        if not np.isfinite(found).all():
+        if not np.isfinite(values).all():
             raise InputError(f"{self.path}: {name}: has NaN or infinite values; {REMEDY}")
-        return found.reshape(info.shape)
+        return values.reshape(info.shape)
 
     def input_axis(self, tensor: str, shape: tuple[int, ...], models: Iterable[str]) -> int | None:
         """Return the dimension of a layer's inputs if all models have its Gram matrix, else None.
@@ -110,20 +111,20 @@ class Gathered(FileSource):
 
 
 def open_gathered(path: Path, base: Mapping[str, TensorInfo]) -> Gathered:
-    """Open such a file, and check that the tensors which are not Gram matrices fit the base's."""
-    found = Gathered(path)
-    with found:
-        for name in (name for name in found.tensors if not name.startswith(GRAM)):
-            shape = found.array(name).shape
+    """Open a file, and check that the tensors which are not Gram matrices fit the base's."""
+    gathered = Gathered(path)
+    with gathered:
+        for name in (name for name in gathered.tensors if not name.startswith(GRAM)):
+            shape = gathered.array(name).shape
             if name not in base or base[name].shape != shape:
                 other = show_shape(base[name].shape) if name in base else "absent"
                 what = f"is {show_shape(shape)}, but {other} in the base"
                 raise InputError(f"{path}: {name}: {what}; {REMEDY}")
-    return found
+    return gathered
 
 
 def has_statistics(path: Path) -> bool:
-    """Return whether a file has tensors that stand in the output as they are."""
+    """Return whether a file has tensors that go into the output unchanged."""
     return any(not name.startswith(GRAM) for name in Gathered(path).tensors)
 
 
@@ -153,7 +154,7 @@ def write_gathered(
     rows: Mapping[str, int] | None = None,
     turned: Iterable[str] = (),
 ) -> None:
-    """Write a file from tensors by the names that they have in it; the file appears at once."""
+    """Write a file from tensors by their names in it; it appears only when it is complete."""
     file, made = Path(path), Path(f"{os.fspath(path)}.partial")
     parts = {name: stored(array, name) for name, array in tensors.items()}
     digests = {name: bytes_digest(data.data) for name, (_, _, data) in parts.items()}

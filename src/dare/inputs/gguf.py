@@ -7,7 +7,7 @@ they are stored.
 
 The header is read here and not by `gguf.GGUFReader`, which makes an object of every token in the
 vocabulary (5 s for a model of 135 million parameters) and believes the counts and offsets it
-finds. Here nothing is allocated on a header's word.
+finds. Here no memory is allocated because a header says so.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TEXT, _ARRAY = 8, 9
 AS_STORED = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
-Metadata = Mapping[str, Any]  # numbers and texts; of an array, a text that says how long it is
+Metadata = Mapping[str, Any]  # numbers and texts; for an array, a text that says how long it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Stored:
     name: str
     file: Path
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]  # outermost dimension first, as everywhere but in GGUF
+    shape: tuple[int, ...]  # outermost dimension first, as everywhere except in GGUF
     start: int
     block_elements: int
     block_bytes: int
@@ -94,14 +94,14 @@ class Family:
 
     parts: Mapping[str, str]
     interleaves_heads: bool = False
-    norm_shift: float = 0.0  # a number that undoes the converter's change to the weights of norms
+    norm_shift: float = 0.0  # added to the weights of norms, to undo the converter's change
 
 
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("gguf.toml").read_text("utf-8"))
 _OUTSIDE_LAYERS = _TABLES["outside_layers"]
 FAMILIES = {
-    name: Family({k: v for part in own.pop("parts") for k, v in _TABLES[part].items()}, **own)
-    for name, own in _TABLES["families"].items()
+    name: Family({k: v for part in table.pop("parts") for k, v in _TABLES[part].items()}, **table)
+    for name, table in _TABLES["families"].items()
 }
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
@@ -113,7 +113,7 @@ NOT_WEIGHTS = ("rope_freqs.weight",)
 class GgufSource(InputFiles):
     """A GGUF model in one file or in parts, with the names of its Hugging Face counterpart.
 
-    The path is that of the file, or of one of its parts.
+    The path leads to the file, or to one of its parts.
     """
 
     def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
@@ -148,7 +148,7 @@ class GgufSource(InputFiles):
         return tensors
 
     def _name(self, tensors: Iterable[Stored]) -> None:
-        """Take tensors in under their Hugging Face names, as far as those are known."""
+        """Add tensors under their Hugging Face names, if these are known."""
         family = FAMILIES.get(self.architecture)
         unknown = []
         for tensor in tensors:
@@ -202,7 +202,7 @@ class GgufSource(InputFiles):
             into[begin:stop] = piece[begin - place : stop - place]
 
     def _decode(self, tensor: Stored, first: int, count: int) -> NDArray[np.float32]:
-        """Read blocks and make float32 of them; every NaN is the same one on every machine."""
+        """Read blocks as float32; every NaN has the same bits on every machine."""
         raw = np.empty((1, count * tensor.block_bytes), np.uint8)
         self._read_stored(tensor, first * tensor.block_bytes, raw[0])
         with np.errstate(all="ignore"):
@@ -297,7 +297,7 @@ def gguf_name(name: str, family: Family) -> str | None:
     'blk.7.attn_q.weight'
     """
     outside, parts = (
-        {own: part for part, own in names.items()} for names in (_OUTSIDE_LAYERS, family.parts)
+        {name: part for part, name in names.items()} for names in (_OUTSIDE_LAYERS, family.parts)
     )
     return _translate(_HUGGING_FACE_NAME.fullmatch(name), outside, parts, "blk")
 
@@ -307,13 +307,13 @@ def _translate(
 ) -> str | None:
     """Build a name from the names of its layer, its part and its ending."""
     layer, part, suffix = parsed.groups() if parsed else (None, "", "")
-    found = (outside if layer is None else inside).get(part)
+    translated = (outside if layer is None else inside).get(part)
     within = "" if layer is None else f"{layers}.{layer}."
-    return f"{within}{found}.{suffix}" if found else None
+    return f"{within}{translated}.{suffix}" if translated else None
 
 
 class _Cursor:
-    """Reads a header from front to back, and nothing of the file after it."""
+    """Reads a header from front to back, and nothing after it."""
 
     def __init__(self, stream: BinaryIO, file: Path, size: int) -> None:
         self.file = file
@@ -433,7 +433,7 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> Header:
     is_power = type(alignment) is int and alignment > 0 and not alignment & (alignment - 1)
     cursor.require(is_power, f"general.alignment is {alignment!r}, not a power of two")
     begin = -(-cursor.position // alignment) * alignment
-    names = list(tensors)  # each is let go of before the next is made
+    names = list(tensors)  # each old entry is freed before the next new one is made
     stored = [replace(old, start=begin + old.start) for old in map(tensors.pop, names)]
     position, previous = 0, ""
     for tensor in sorted(stored, key=lambda tensor: (tensor.start, tensor.nbytes)):

@@ -1,13 +1,13 @@
 """Models by their name on the hub: found in the local cache, fetched into it, or read from the hub.
 
-A merge fetches `org/name`, and reads `hf://org/name` where it lies, as a store, unless the cache
-has it; a plan fetches neither. Only safetensors and the small files beside them are fetched, all
-from one commit, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries
-are those of `huggingface_hub`.
+A merge fetches `org/name`, and reads `hf://org/name` on the hub, as a store, unless the cache has
+it; a plan fetches neither. Only safetensors and the small files beside them are fetched, all from
+one commit, so that a merge can be repeated. Cache, token, endpoint, offline mode and retries are
+those of `huggingface_hub`.
 
-The client makes file names of a hub's answers, and keeps its files unchecked. So names in answers
-are checked before the client sees them, downloads are compared with the digests they were announced
-with, and credentials are taken out of all messages.
+The client builds file names from a hub's answers, and does not check the files that it downloads.
+So names in answers are checked before the client sees them, downloads are compared with their
+announced digests, and credentials are removed from all messages.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ SINGLE_NAMES = [f"{stem}.safetensors" for stem in STEMS]
 # Patterns of files that are fetched beside the weights, in their folder; code is never run.
 SMALL_FILES = [*LICENCES, *CONFIGURATION, *TOKENIZER, *SENTENCE_TRANSFORMERS, *FETCHED]
 
-# Patterns of files that those match too, as a star matches slashes, and that are not meant.
+# Patterns of files that those match by mistake, because a star also matches slashes.
 DEEPER_PATTERNS = tuple(f"*/{pattern}" for pattern in SMALL_FILES if pattern.startswith("*"))
 
 NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
-# Parts of answers that the client makes file names of.
+# Parts of answers that the client builds file names from.
 NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -80,7 +80,7 @@ class Resolved:
 
     @property
     def pinned(self) -> Path:
-        """The path for a recipe or a manifest that stands for the very same model.
+        """The path that identifies exactly this model in a recipe or a manifest.
 
         >>> Resolved(Path("/cache/x"), "org/name", "0" * 4).pinned.as_posix()
         'org/name@0000'
@@ -95,7 +95,7 @@ class Resolved:
 def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     """Find a model: the path itself, or what the hub has under that name.
 
-    That is in the local cache afterwards, or stays on the hub: if `fetches` is false, or if the
+    The model is in the local cache afterwards, or stays on the hub if `fetches` is false or the
     name is an address. Raises InputError if it is a name and cannot be fetched, or if it is more
     likely a mistyped path. The progress of a download is shown if `verbose`.
     """
@@ -114,14 +114,14 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
             return replace(_find(name, verbose=verbose), is_address=is_address)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    except Exception as error:  # the client raises what its HTTP library does, and that changes
+    except Exception as error:  # the client passes on its HTTP library's errors, and these change
         text = without_credentials(f"{name}: {_explain(name, error)}")
         has_secrets = without_credentials(constants.ENDPOINT) != constants.ENDPOINT
         raise InputError(text) from (None if has_secrets else error)
 
 
 def find_name(path: Path) -> Name | None:
-    """Return the name on the hub that a path means; None if it is a path on this machine."""
+    """Return the name on the hub that a path denotes; None if it is a path on this machine."""
     if is_here(path):
         return None
     if is_stored(path):
@@ -164,7 +164,7 @@ def _find(name: Name, *, verbose: bool) -> Resolved:
 
 
 def _fetch(name: Name, *, verbose: bool) -> Resolved:
-    """Fetch what is not here yet: the small files, then the weights that they name."""
+    """Fetch files that are not in the cache: the small ones, then the weights that they name."""
     from huggingface_hub import constants
 
     small_files = [*LICENCES, *_within(name, SMALL_FILES)]
@@ -180,7 +180,7 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
         _download(
             own, commit, _within(own, SMALL_FILES), ignore_patterns=_within(own, DEEPER_PATTERNS)
         )
-        if (folder / part / CONFIG).exists():  # as all have that have weights
+        if (folder / part / CONFIG).exists():  # every component with weights has one
             _fetch(own, verbose=verbose)
     if parts:
         return found
@@ -202,7 +202,7 @@ def _fetch(name: Name, *, verbose: bool) -> Resolved:
 
 
 def _named_weights(name: Name, folder: Path) -> Sequence[str]:
-    """Return the files of weights, if the name or the small files say which; else nothing."""
+    """Return the files of weights, if the name or the small files name them; else none."""
     if name.file:
         return part_names(name.file)
     for stem in STEMS:
@@ -237,7 +237,7 @@ def _listed(name: Name, commit: str, folder: Path) -> list[str]:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     weights, deeper = _within(name, ["*.safetensors"]), _within(name, ["*/*"])
-    try:  # it raises if it knows of a file that is missing
+    try:  # raises an error if a known file is missing
         _download(name, commit, weights, ignore_patterns=deeper, local_files_only=True)
         if here := sorted(path.name for path in folder.glob("*.safetensors")):
             return here
@@ -275,7 +275,7 @@ def _download(
 
 
 def _cache_folder(name: Name) -> Path:
-    """Return the folder of a repository, as the hub's documentation of its cache has it."""
+    """Return the folder of a repository, as the documentation of the hub's cache says."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE, f"models--{name.repo.replace('/', '--')}")
@@ -320,15 +320,15 @@ def _check_answer(response: Any) -> None:
     if "json" in response.headers.get("content-type", ""):
         response.read()
         try:
-            left = [response.json()]
+            values = [response.json()]
         except (ValueError, RecursionError):
-            left = []  # the client says itself that it is none
-        for here in left:
-            children = here if isinstance(here, list) else []
-            if isinstance(here, dict):
-                children = list(here.values())
-                said += [(key, str(here[key])) for key in NAMING_KEYS & here.keys()]
-            left += children
+            values = []  # the client itself reports that this is not JSON
+        for value in values:
+            children = value if isinstance(value, list) else []
+            if isinstance(value, dict):
+                children = list(value.values())
+                said += [(key, str(value[key])) for key in NAMING_KEYS & value.keys()]
+            values += children
     for key, value in said:
         path = PurePosixPath(value.replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts:
@@ -336,7 +336,7 @@ def _check_answer(response: Any) -> None:
 
 
 def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
-    """Check new files of the cache against their names, which are digests; delete what is wrong."""
+    """Check new files of the cache against their names, which are digests; delete wrong ones."""
     for file in files:
         blob = file.resolve()
         if blob.name in known or blob.parent.name != "blobs" or not blob.is_file():
@@ -348,7 +348,7 @@ def _check_downloads(files: Iterable[Path], known: set[str]) -> None:
 
 
 def _has_digest(blob: Path) -> bool:
-    """Return whether a file has the content that its name stands for, if that is a digest."""
+    """Return whether a file's content matches its name, if that is a digest."""
     digest = hashlib.sha256()
     if re.fullmatch(r"[0-9a-f]{40}", blob.name):
         digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
@@ -363,7 +363,7 @@ def _explain(name: Name, error: BaseException) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # why it looked into the cache at all
+        error = error.__cause__  # the reason for looking in the cache
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         how = "turn offline mode off (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE), or give a path"
         return f"no such file or directory, and the hub's cache does not have all of it; {how}"

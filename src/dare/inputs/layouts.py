@@ -2,10 +2,10 @@
 
 Experts are one tensor, or one each; queries, keys and values are packed, or apart; names are longer
 or shorter. transformers loads all of these. Its own conversion tables are run on tensors without
-memory, for the base and for the model, there and back, and what becomes of each tensor is recorded:
-parts are cut, joined and turned, never computed with. So a model is presented in the layout of its
-base, any range of it, bit for bit. A difference that is seen and cannot be converted is refused,
-whatever the recipe says of missing tensors.
+memory, for the base and for the model, there and back, and the steps for each tensor are recorded:
+parts are cut, joined and transposed, never computed with. So any range of a model is presented in
+the layout of its base, bit for bit. A recognised difference that cannot be converted is refused,
+whatever the recipe says about missing tensors.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dare.tensors.chunks import bytes_digest
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import TensorInfo
 
-SPAN = 1 << 16  # elements: what lies no further apart is read at once
+SPAN = 1 << 16  # elements that are no further apart than this are read at once
 SAMPLE, SCATTER = 24, 0x9E3779B97F4A7C15  # how many elements, and a factor that scatters numbers
-UNCHANGED = ""  # stands for a tensor that an adapter does not change
+UNCHANGED = ""  # in place of a tensor that an adapter does not change
 SAVE_ALIKE = "save both with the same program"
 # Functions of torch that show, copy or join elements, and leave each as it is.
 VIEWS = {"__get__", "__getitem__", "_set_grad_enabled", "chunk", "dim", "narrow", "numel", "size"}
@@ -62,21 +62,21 @@ class WholeTensor:
 
     @property
     def names(self) -> frozenset[str]:
-        """The stored tensors that it is made of, and perhaps more."""
+        """The stored tensors that it is made of, and perhaps others."""
         return frozenset((self.name,))
 
     def locate(self, index: int) -> tuple[str, int]:
-        """Return the stored tensor that an element is from, and its place there."""
+        """Return the stored tensor that has an element, and the element's index there."""
         return self.name, index
 
     def read(self, read: Read, start: int, into: Raw) -> None:
-        """Fill `into` with its elements from one on."""
+        """Fill `into` with its elements from `start` on."""
         read(self.name, start, into)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Several tensors side by side: a run of elements of each in turn, and again."""
+    """Several tensors side by side: a run of elements of each in turn, repeated."""
 
     parts: tuple[Pieces, ...]
     runs: tuple[int, ...]
@@ -90,7 +90,7 @@ class Joined:
         return [0, *accumulate(self.runs)]
 
     def _find(self, index: int) -> tuple[int, int, int]:
-        """Return the part that an element is in, its place there, and the rest of the run."""
+        """Return the part that has an element, its index there, and the rest of the run."""
         row, column = divmod(index, self._starts[-1])
         part = bisect_right(self._starts, column) - 1
         run, skipped = self.runs[part], column - self._starts[part]
@@ -109,7 +109,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Strided:
-    """Elements of another tensor from one on, at fixed distances in each dimension."""
+    """Elements of another tensor from `first` on, at fixed distances in each dimension."""
 
     inner: Pieces
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ class Strided:
             start, into = start + count, into[count:]
 
     def _fill(self, read: Read, first: int, box: Raw) -> None:
-        """Fill an array of as many dimensions, from one element on."""
+        """Fill an array with the same number of dimensions, from one element on."""
         reach = [(n - 1) * step for n, step in zip(box.shape, self.steps, strict=True)]
         span, moving = 1 + sum(reach), list(filter(None, reach))
         is_run = span == box.size and moving == sorted(moving, reverse=True)
@@ -163,23 +163,23 @@ Pieces = WholeTensor | Joined | Strided
 
 
 def find_origin(pieces: Pieces, elements: int) -> str | None:
-    """Return the stored tensor that pieces are from the first element to the last, by a sample."""
+    """Return the stored tensor that pieces are equal to, all of it and in order, by a sample."""
     places = [0, elements - 1, *(n * SCATTER % elements for n in range(SAMPLE))] if elements else []
-    found = [pieces.locate(place) for place in places]
-    is_one = len({name for name, _ in found}) == 1 and [place for _, place in found] == places
-    return found[0][0] if is_one else None
+    origins = [pieces.locate(place) for place in places]
+    is_one = len({name for name, _ in origins}) == 1 and [place for _, place in origins] == places
+    return origins[0][0] if is_one else None
 
 
 # ---------------------------------------------------------------- what transformers does
 
 
 def _recorder() -> Any:
-    """Return a context that makes tensors without memory, and records what becomes of them."""
+    """Return a context that makes tensors without memory, and records how they are rearranged."""
     torch = sys.modules["torch"]
     mode: Any = torch.overrides.TorchFunctionMode
 
     class Recorder(mode):  # type: ignore[misc]
-        held: dict[int, tuple[Any, Pieces]]  # what the storages hold, which are kept, by id
+        held: dict[int, tuple[Any, Pieces]]  # by id: a storage, which is kept, and its content
 
         def hold(self, tensor: Any, pieces: Pieces) -> Any:
             storage = tensor.untyped_storage()
@@ -207,7 +207,7 @@ def _recorder() -> Any:
             return result
 
         def join(self, stacks: bool, tensors: Sequence[Any], dim: int = 0) -> Any:
-            # not by torch, which would import its compiler for it
+            # without torch, which would import its compiler for this
             dim %= tensors[0].dim() + stacks
             parts = [part.unsqueeze(dim) if stacks else part for part in tensors]
             shapes = [list(part.shape) for part in parts]
@@ -225,7 +225,7 @@ def _recorder() -> Any:
 
 
 def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: Any) -> Any:
-    """Return the tensors of the base that a model has: shapes, and what they are made of."""
+    """Return the tensors of the base that a model has: their shapes and their pieces."""
     recorder = _recorder()
     tables, others = ConversionTables(built), ConversionTables(built)
     ours = {name: recorder.make(name, info.shape) for name, info in base.tensors.items()}
@@ -236,15 +236,15 @@ def _arrange_like(base: Source, model: Source, own: Mapping[str, str], built: An
     with recorder:
         ours = tables.save(tables.load(ours))
         theirs = tables.save(theirs if model.is_partial else others.load(theirs))
-    found: dict[str, tuple[tuple[int, ...], Pieces]] = {}
+    arranged: dict[str, tuple[tuple[int, ...], Pieces]] = {}
     for pair in [(ours[name], theirs[name]) for name in ours if name in theirs]:
         turned = [t.transpose(-1, -2) if t.dim() > 1 else t for t in pair]
         for one, other in (pair, turned):  # some tables take a tensor and its transpose
             home, pieces = find_origin(recorder.pieces(one), one.numel()), recorder.pieces(other)
             if home and base.tensors[home].shape == tuple(one.shape):
-                found[home] = tuple(other.shape), pieces
+                arranged[home] = tuple(other.shape), pieces
                 break
-    return found
+    return arranged
 
 
 # ---------------------------------------------------------------- models in the base's layout
@@ -286,30 +286,30 @@ class LayoutSource(SourceView):
 def in_layout_of(
     base: Source, model: Source, name: str, path: Path, config: Mapping[str, Any]
 ) -> tuple[Source, tuple[Notice, ...]]:
-    """Return a model in the layout of its base, whose path and configuration these are.
+    """Return a model in the layout of its base, given the base's path and configuration.
 
-    `name` is the model's in messages. Raises MismatchError for another layout that cannot be
+    `name` is the model's name in messages. Raises MismatchError for another layout that cannot be
     converted.
     """
     unknown = model.tensors.keys() - base.tensors.keys()
     is_partial = model.is_partial or not base.tensors.keys() <= model.tensors.keys()
     if not (_find_transposed(base, model) or (unknown and is_partial)):
         return model, ()
-    found, reason = model, f"transformers cannot convert between these; {SAVE_ALIKE}"
+    presented, reason = model, f"transformers cannot convert between these; {SAVE_ALIKE}"
     try:
-        found = _present(base, model, path, config)
+        presented = _present(base, model, path, config)
     except InputError as error:
         if model.is_partial and "model_type" in config and len(unknown) == len(model.tensors):
             raise
         reason = str(error)
-    if difference := _difference(base, found, name):
+    if difference := _difference(base, presented, name):
         raise MismatchError(f"{name}: {difference}; {reason}")
-    count = len(found.made) if isinstance(found, LayoutSource) else 0
-    return found, (notice("other_layout", name, count=count),) if count else ()
+    count = len(presented.made) if isinstance(presented, LayoutSource) else 0
+    return presented, (notice("other_layout", name, count=count),) if count else ()
 
 
 def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any]) -> Source:
-    """Return a model in the base's layout, as far as transformers knows the way."""
+    """Return a model in the base's layout, if transformers can convert it."""
     where = (path if path.is_dir() else path.parent) / CONFIG
     remedy = MERGE_FIRST if model.is_partial else SAVE_ALIKE
     if "model_type" not in config:
@@ -321,13 +321,13 @@ def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any])
     if isinstance(model, RenamedSource):
         inner, own = model.inner, dict(model.names)
     try:
-        found = _arrange_like(base, model, own, built)
-    except Exception as error:  # whatever another version of transformers does
+        arranged = _arrange_like(base, model, own, built)
+    except Exception as error:  # another version of transformers may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise InputError(f"{where}: its layout cannot be converted ({reason}); {remedy}") from error
     names: dict[str, str] = {}
     made: dict[str, tuple[TensorInfo, Pieces]] = {}
-    for name, (shape, pieces) in found.items():
+    for name, (shape, pieces) in arranged.items():
         if pieces.names == {UNCHANGED}:
             continue
         origin = find_origin(pieces, math.prod(shape))
@@ -345,7 +345,7 @@ def _present(base: Source, model: Source, path: Path, config: Mapping[str, Any])
 
 
 def _common_type(source: Source, names: frozenset[str]) -> StorageType | None:
-    """Return the type of tensors that can be parts of one; None: they cannot."""
+    """Return the common type of tensors that can be joined to one; None if they cannot."""
     deltas = [(part, source.delta_of(part)) for part in names - {UNCHANGED}]
     kinds = {(source.tensors[part].dtype, delta.is_change, delta.drop) for part, delta in deltas}
     ((dtype, is_change, drop), *others) = kinds

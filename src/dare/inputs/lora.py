@@ -1,10 +1,10 @@
-"""LoRA adapters as PEFT writes them, presented as the deltas they stand for.
+"""LoRA adapters as PEFT writes them, presented as the deltas they represent.
 
-ΔW = scaling · B·A, computed for the rows that are asked for, in float32 and in a fixed order: the
-bytes do not depend on how a matrix is cut. Tensors that the adapter holds in full
-(`modules_to_save`, biases) are presented as they are, or with ΔW added where there is one (PEFT
-stores an embedding that has a LoRA in full as well). Tensors that it lacks are unchanged. What DoRA
-and trained tokens make of the base's tensors are whole weights.
+ΔW = scaling · B·A, computed for the requested rows, in float32 and in a fixed order: the bytes do
+not depend on how a matrix is cut. Tensors that the adapter holds in full (`modules_to_save`,
+biases) are presented as they are, or with ΔW added if there is one (PEFT also stores an embedding
+that has a LoRA in full). Missing tensors are unchanged. With DoRA and trained tokens, the results
+are whole weights, computed from the base's.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 TURNED_EXPERTS = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text")
 PARAMETERS: list[str] = _TABLES["parameters"]
 
-# Ways to initialise that take the initial product out of the base's own weights. LoftQ leaves
-# something else there.
+# Ways to initialise that subtract the initial product from the base's weights; LoftQ changes them
+# in another way.
 CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-INITIAL = "initial:"  # before the names of the initial factors, of a start of that kind
+INITIAL = "initial:"  # before the names of the initial factors, if the base was changed like that
 
 MAX_PATTERN_CHARACTERS = 1000
-MAX_MATCHES = 10**8  # the limit of ways to match a pattern with a name
+MAX_MATCHES = 10**8  # the most ways to match a pattern with a name
 _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
 _GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?([^()]*)\)")
 _REPEAT = re.compile(r"[*+?]|\{[\d,]*\}")
@@ -86,8 +86,8 @@ _PREFIX = "base_model.model."
 class ModulePattern:
     r"""A key of `alpha_pattern`, matched by `re` as PEFT does; ValueError if it is not usable.
 
-    `re` goes back and forth, so a hostile pattern takes longer than anyone waits. None is taken
-    that repeats a group with repeats or alternatives inside, or that can match in too many ways.
+    `re` backtracks, so a hostile pattern could take forever. Patterns are refused if they repeat a
+    group with repeats or alternatives inside, or can match in too many ways.
 
     >>> ModulePattern("q_proj").matches("layers.0.q_proj"), ModulePattern("proj").matches("q_proj")
     (True, False)
@@ -101,7 +101,7 @@ class ModulePattern:
             raise self._refusal(f"longer than {MAX_PATTERN_CHARACTERS} characters")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which are none
+                warnings.simplefilter("ignore", FutureWarning)  # about "[[", which is not a set
                 self._whole = re.compile(rf"(.*\.)?({pattern})$")
         except (re.error, RecursionError, OverflowError) as error:
             raise self._refusal(f"not a regular expression: {error}") from None
@@ -117,7 +117,7 @@ class ModulePattern:
         self._repeats = len(_REPEAT.findall(text)) - text.count("?")
 
     def matches(self, module: str) -> bool:
-        """Return whether the pattern matches a module's name, or what follows one of its dots."""
+        """Return whether the pattern matches a module's name, or its end after one of the dots."""
         if self._ways * len(module) ** (1 + self._repeats) > MAX_MATCHES:
             raise self._refusal(f"takes too long to match {module:.200}")
         return self._whole.match(module) is not None
@@ -145,7 +145,7 @@ class Adapter:
     use_dora: bool = False
     # The tokens with trained rows, by the ends of names of embeddings.
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    initial: Path | None = None  # the adapter before training, if it was taken out of the base
+    initial: Path | None = None  # the adapter before training, if it was subtracted from the base
 
     def scaling(self, module: str, rank: int) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
@@ -153,7 +153,7 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def count_experts(self, folder: Path, name: str, rows: int, *, is_parameter: bool) -> int:
-        """Return the number of experts that a lora_A with so many rows is for; 1 for a module."""
+        """Return the number of experts that a lora_A with `rows` rows is for; 1 for a module."""
         usual = rows if self.rank is None else self.rank
         rank = _matching("rank_pattern", self.rank_pattern, name, usual)
         if not rank >= 1 or (rows % rank if is_parameter else rows != rank):
@@ -189,10 +189,10 @@ class LoraSource(SourceView):
     ) -> None:
         self.path = self.folder = path
         self.adapter = adapter
-        self._model_type, self._base = model_type, base  # as far as they are known
+        self._model_type, self._base = model_type, base  # if they are known
         self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
         self._base_names: dict[str, str] = {}  # of tensors that the base calls something else
-        # Weights that are made of the base's: they are no change.
+        # Whole weights that are computed from the base's, rather than changes.
         self._adapted: dict[str, DoraMagnitudes | TrainedRows] = {}
         self._stored = stored
         self._whole: dict[str, str] = {}
@@ -257,8 +257,8 @@ class LoraSource(SourceView):
             self._subtract_initial()
 
     def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
-        """Return the parameters that have a LoRA of their own, by the names of their factors."""
-        found: dict[str, str] = {}
+        """Return the parameters that have their own LoRA, by the names of their factors."""
+        parameters: dict[str, str] = {}
         levels: dict[str, list[str]] = {}
         for module in sorted(dict.fromkeys(modules), key=len, reverse=True):
             levels.setdefault(module.replace(".base_layer", ""), []).append(module)
@@ -270,18 +270,18 @@ class LoraSource(SourceView):
                 text = f"target_parameters do not say which parameters of {module} have a LoRA"
                 raise InputError(f"{self.path}: {text}; {MERGE_WITH_PEFT}")
             if len(names) == len(wrapped):
-                found |= {each: f"{module}.{n}" for each, n in zip(wrapped, names, strict=True)}
-        return found
+                parameters |= {w: f"{module}.{n}" for w, n in zip(wrapped, names, strict=True)}
+        return parameters
 
     def _targets_in(self, module: str) -> list[str]:
         """Return the parameters of a module that `target_parameters` names."""
-        found = {}
+        in_base = {}
         for target in self.adapter.target_parameters:
             name = target.rpartition(".")[2]
             if f".{module}.{name}".endswith(f".{target}") and not f".{module}".endswith(f".{name}"):
-                found[name] = f"{module}.{name}" in self._base_tensors
-        is_known = any(found.values()) or f"{module}.weight" in self._base_tensors
-        return [name for name in found if found[name] or not is_known]
+                in_base[name] = f"{module}.{name}" in self._base_tensors
+        is_known = any(in_base.values()) or f"{module}.weight" in self._base_tensors
+        return [name for name in in_base if in_base[name] or not is_known]
 
     def _refusal(self, key: str, other: str | None = None) -> InputError:
         reason = f"{other} and {key} are for the same tensor; save one, or {MERGE_WITH_PEFT}"
@@ -314,7 +314,7 @@ class LoraSource(SourceView):
         self._add(TensorInfo(f"{module}.weight", F32, shape, 0), product)
 
     def _is_transposed(self, module: str) -> bool:
-        """Return whether the base has inputs × outputs there; PEFT notes only the last layer's."""
+        """Return whether the base stores inputs × outputs; PEFT notes only the last layer's."""
         if self._model_type is None:
             return self.adapter.fan_in_fan_out
         return self._model_type in CONV1D_MODELS and not module.endswith(("lm_head", "score"))
@@ -348,10 +348,10 @@ class LoraSource(SourceView):
         self._adapted[name] = made
 
     def _add_tokens(self, module: str, key: str) -> None:
-        """Add the trained rows of an embedding, which the base or the adapter has in full."""
+        """Add the trained rows of an embedding that the base or the adapter has in full."""
         name, trained = f"{module}.weight", self._stored.tensors[key]
         held = {**self._base_tensors, **self.tensors}
-        leaf = name.split(".")[-2:]  # what is before it may have another name in the base's files
+        leaf = name.split(".")[-2:]  # the part before it may differ in the base's files
         alike = (other for other in held if other.split(".")[-2:] == leaf)
         info = held.get(name if name in held else next(alike, ""))
         rows = next((ids for e, ids in self.adapter.tokens.items() if module.endswith(e)), ())
@@ -368,7 +368,7 @@ class LoraSource(SourceView):
         self._adapted[name] = TrainedRows(key, width, rows)
 
     def _subtract_initial(self) -> None:
-        """Subtract the product of the initial factors, which was taken out of the base."""
+        """Subtract the product of the initial factors, which was subtracted from the base."""
         stored = self._stored.tensors
         for name, products in self._products.items():
             for product in products:
@@ -381,7 +381,7 @@ class LoraSource(SourceView):
                 self._products[name] = product, initial
 
     def bind(self, names: Mapping[str, str]) -> None:
-        """Set what the base calls the tensors, by their names here; computed ones read it there."""
+        """Set the base's names for the tensors, by the names here; computed tensors need them."""
         self._base_names = dict(names)
         for name in self._adapted.keys() - self._whole.keys():
             info = self._base_tensors.get(names.get(name, name))
@@ -391,14 +391,14 @@ class LoraSource(SourceView):
                 raise InputError(f"{self.path}: {what}; give the base that it was trained on")
 
     def _add(self, info: TensorInfo, product: Product | None = None) -> None:
-        """Add a tensor stored in full, or a change, which may be added to one."""
+        """Add a tensor stored in full, or a change, perhaps to such a tensor."""
         admit(info, self._products, str(self.path))
         self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
         if product is not None:
             self._products[info.name] = (product,)
 
     def tie(self, names: Sequence[str]) -> str:
-        """Treat tensors as one, the first, as the base does; return the code of a notice."""
+        """Treat tensors as one, the first, as the base does; return a notice's code."""
         first, *others = names
         forms = {(self.tensors[name].shape, self.tensors[name].dtype) for name in names}
         is_one = self.adapter.ensure_weight_tying
@@ -440,7 +440,7 @@ class LoraSource(SourceView):
             self._read_tuned(name, start, into)
 
     def _read_tuned(self, name: str, start: int, into: Floats) -> None:
-        """Compute the change by all factors, and add what it is a change of, if that is known."""
+        """Compute the change by all factors, and add the weight that it changes, if known."""
         into[:] = 0
         part = into
         for place, product in enumerate(self._products[name]):
@@ -477,7 +477,7 @@ def looks_like(path: Path) -> bool:
 
 
 def open_form(opening: Opening) -> LoraSource:
-    """Open an adapter; the configuration of its base tells how its layers are stored."""
+    """Open an adapter; the configuration of its base says how its layers are stored."""
     path, base = opening.path, opening.base
     adapter, weights = check_folder(opening)
     is_plain = weights.name == WEIGHTS_NAME
@@ -510,7 +510,7 @@ def open_adapter(path: Path, base_config: Any = None, **given: Any) -> LoraSourc
 
 
 def bind_base(model: Source) -> None:
-    """Tell an adapter, seen through other names, what the base calls its tensors."""
+    """Pass the base's names for its tensors to an adapter that is seen under other names."""
     names, view = {name: name for name in model.tensors}, model
     while isinstance(view, SourceView) and not isinstance(view, LoraSource):
         names = {name: view.names.get(inner, inner) for name, inner in names.items()}
@@ -526,7 +526,7 @@ def read_config(path: Path) -> Adapter:
 
 
 def parse_config(config: Any, file: Path) -> Adapter:
-    """Take the settings of an adapter; refuse what is not LoRA, with the reason."""
+    """Return the settings of an adapter; refuse other kinds than LoRA, with the reason."""
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
@@ -551,12 +551,12 @@ def parse_config(config: Any, file: Path) -> Adapter:
 
 
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
-    found = config.get(setting) or {}
-    return {ModulePattern(str(key)): finite(value) for key, value in found.items()}
+    patterns = config.get(setting) or {}
+    return {ModulePattern(str(key)): finite(value) for key, value in patterns.items()}
 
 
 def _find_initial(file: Path, start: str) -> Path | None:
-    """Find the adapter as it was before training, if its product was taken out of the base."""
+    """Find the adapter as it was before training, if its product was subtracted from the base."""
     kind = next(filter(start.startswith, CHANGES_BASE), None)
     if kind is None:
         return None
@@ -577,7 +577,7 @@ def _read_tokens(given: Any) -> dict[str, tuple[int, ...]]:
 
 
 def finite(value: Any) -> float:
-    """Return a number that float32 can hold; ValueError if it is none."""
+    """Return a number that float32 can hold; raise ValueError if it is out of range."""
     if isinstance(value, str):
         raise TypeError(f"{value!a:.80} is text; write a number")
     number = float(value)

@@ -1,8 +1,8 @@
 """LoRA files of diffusion models, as kohya's scripts and diffusers write them.
 
-One file has the factors of all parts of a pipeline, and no configuration. Its names are those of
-modules, with underscores or in an older form; they are found among the base's tensors, by
-`lora_names.toml`. What LyCORIS writes beside plain LoRA is refused by name.
+One file has the factors of all parts of a pipeline, and no configuration. Its tensors are named
+after modules, with underscores or in an older form; `lora_names.toml` says how to find these
+modules in the base. LyCORIS's forms other than plain LoRA are refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPONENTS = (NETWORK, "te1", "te2", "te3")
 
 
 class _Place(NamedTuple):
-    """Rows of a tensor of the base: all, or those of one of the modules that are packed there."""
+    """Rows of a tensor of the base: all, or those of one of several modules packed in it."""
 
     tensor: str
     row: int
@@ -59,12 +59,12 @@ class LoraFile(LoraSource):
             for module, pair in self._find_modules().items():
                 known, name = _split(module, "prefixes")
                 component = known or NETWORK
-                found = places.get((component, name)) or places.get((component, _renamed(name)))
-                if found is None:
+                rows = places.get((component, name)) or places.get((component, _renamed(name)))
+                if rows is None:
                     missing[module] = component
                 else:
                     matched.add(component)
-                    self._add_module(module, pair, found)
+                    self._add_module(module, pair, rows)
         for module, component in missing.items():
             if component in matched or not matched:
                 others = "but others are" if matched else "and neither are the others"
@@ -78,7 +78,7 @@ class LoraFile(LoraSource):
 
     def _find_modules(self) -> dict[str, dict[str, str]]:
         """Return the factors of each module, and its alpha if it has one."""
-        found: dict[str, dict[str, str]] = {}
+        modules: dict[str, dict[str, str]] = {}
         for key, info in self._stored.tensors.items():
             admit(info, (), str(self.path), as_weight=True)
             name = _FACTOR.match(key)
@@ -87,10 +87,10 @@ class LoraFile(LoraSource):
                 what = f"{key} is {next(kinds, 'of an unknown kind')}"
                 raise InputError(f"{self.path}: {what}; {MERGE_ELSEWHERE}")
             role = _LETTERS.get(name["role"], name["role"] or "alpha")
-            pair = found.setdefault(name["module"] or name["of_alpha"], {})
+            pair = modules.setdefault(name["module"] or name["of_alpha"], {})
             if pair.setdefault(role, key) != key or (role == "alpha" and info.elements != 1):
                 raise self._refusal(key, pair[role])
-        return found
+        return modules
 
     def _add_module(self, module: str, pair: dict[str, str], places: list[_Place]) -> None:
         alpha = pair.pop("alpha", None)
@@ -111,7 +111,7 @@ class LoraFile(LoraSource):
         self._products[info.name] = *others, product
 
     def _scale(self, module: str, rank: int, alpha: str | None) -> float:
-        """Return the factor of a module: by its own alpha, by the notes in the file, or 1."""
+        """Return the factor of a module: by its alpha, by the notes in the file, or 1."""
         if alpha is None:
             component, _, name = module.partition(".")
             settings = self._settings.get(component)
@@ -123,7 +123,7 @@ class LoraFile(LoraSource):
 
 
 def open_form(opening: Opening) -> LoraFile:
-    """Open a LoRA file; its names mean nothing without the base's."""
+    """Open a LoRA file; its names mean nothing without the base."""
     if any(key.startswith("base_model.model.") for key in opening.stored.tensors):
         raise InputError(f"{opening.path}: is an adapter; give its folder with adapter_config.json")
     if opening.base is None:
@@ -143,13 +143,13 @@ def _read_settings(path: Path, stored: FileSource) -> dict[str, Adapter]:
 
 
 def _split(name: str, table: str) -> tuple[str | None, str]:
-    """Return the component of a name, if it says one, and the rest with underscores."""
-    found = next((prefix for prefix in _TABLES[table] if name.startswith(prefix)), "")
-    return _TABLES[table].get(found), name.removeprefix(found).replace(".", "_")
+    """Return the component that a name begins with, if any, and the rest with underscores."""
+    prefix = next((prefix for prefix in _TABLES[table] if name.startswith(prefix)), "")
+    return _TABLES[table].get(prefix), name.removeprefix(prefix).replace(".", "_")
 
 
 def _renamed(module: str) -> str:
-    """Return the name that diffusers has for a module of a single file."""
+    """Return diffusers' name for a module of a single file."""
     for pattern, name in _TABLES["renames"].items():
         module = re.sub(pattern, name, module)
     return module
@@ -157,7 +157,7 @@ def _renamed(module: str) -> str:
 
 def _find_places(tensors: Mapping[str, TensorInfo]) -> dict[tuple[str, str], list[_Place]]:
     """Return the rows of the base that a LoRA may change, by component and module."""
-    found: dict[tuple[str, str], list[_Place]] = {}
+    places: dict[tuple[str, str], list[_Place]] = {}
     for tensor, info in tensors.items():
         component, name = _split(tensor, "components")
         if len(info.shape) < 2 or not name.endswith("_weight"):
@@ -174,5 +174,5 @@ def _find_places(tensors: Mapping[str, TensorInfo]) -> dict[tuple[str, str], lis
                     modules[packed.expand(part)] = _Place(tensor, number * columns, height)
         for module, place in modules.items():
             for each in (component,) if component else COMPONENTS:
-                found.setdefault((each, module), []).append(place)
-    return found
+                places.setdefault((each, module), []).append(place)
+    return places

@@ -64,14 +64,14 @@ def find_tied_head(source: Source) -> dict[str, str]:
 def match_names(
     base: Source, model: Source, name: str, *, base_config: Config, model_config: Config
 ) -> tuple[Source, tuple[Notice, ...]]:
-    """Give one model the base's names as far as the rules go; `name` is its name in the notes."""
+    """Give one model the base's names if rules suffice for it; `name` is its name in the notes."""
     names = {tensor: tensor for tensor in model.tensors}
-    found = {"renamed": _match_prefix(base.tensors, names)}
-    own = says_tied(model_config)
-    tied = says_tied(base_config) if own is None else own
+    changes = {"renamed": _match_prefix(base.tensors, names)}
+    said = says_tied(model_config)
+    tied = says_tied(base_config) if said is None else said
     if tied is True and not model.is_partial:
-        found["tied_head"] = _tie(base.tensors, names)
-    notes = tuple(notice(code, name, done=done) for code, done in found.items() if done)
+        changes["tied_head"] = _tie(base.tensors, names)
+    notes = tuple(notice(code, name, done=done) for code, done in changes.items() if done)
     return RenamedSource(model, names) if notes else model, notes
 
 
@@ -102,7 +102,7 @@ def _match_prefix(base: Mapping[str, Any], names: dict[str, str]) -> str:
 
 
 def _tie(base: Iterable[str], names: dict[str, str]) -> str:
-    """Take the embedding for a head that only the base has, or leave out one that it has not."""
+    """Use the embedding for a head that only the base has; leave out one that it lacks."""
     head = next(filter(is_tied_head, base), None)
     embedding = next(filter(is_tied_embedding, names), None)
     extra = next(filter(is_tied_head, names), None)
@@ -124,26 +124,26 @@ MEANING, PER_LAYER = _TABLES["meaning"], _TABLES["per_layer"]
 def compare_meanings(base: Config, model: Config) -> list[str]:
     """Return the settings that give a model's weights another meaning than the base's, in words.
 
-    What only one of the two says is not compared: the other has a default, which is not known here.
+    A setting that only one of the two has is not compared: the other's default is not known here.
 
     >>> compare_meanings({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 5e5}})
     ["rope_theta is 500000.0, the base's 10000.0"]
     """
-    own, others = _meanings(model), _meanings(base)
+    theirs, ours = _meanings(model), _meanings(base)
     return [
-        f"{key} is {own[key]}, the base's {others[key]}"
+        f"{key} is {theirs[key]}, the base's {ours[key]}"
         for key in MEANING
-        if None not in (own.get(key), others.get(key)) and own[key] != others[key]
+        if None not in (theirs.get(key), ours.get(key)) and theirs[key] != ours[key]
     ]
 
 
 def _meanings(config: Config) -> Config:
-    """Return a configuration with the settings of its parts; names for one thing become one."""
+    """Return a configuration with the settings of its parts, and one name for the rope's type."""
     parts = (config.get(part) for part in ("text_config", "rope_scaling", "rope_parameters"))
-    found = dict(config)
+    settings = dict(config)
     for part in parts:
-        found |= part if isinstance(part, Mapping) else {}
-    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
+        settings |= part if isinstance(part, Mapping) else {}
+    return {**settings, "rope_type": settings.get("rope_type", settings.get("type", "default"))}
 
 
 # ---------------------------------------------------------------- one tensor under several names
@@ -161,16 +161,16 @@ class _Input:
 def tie(
     base: Source, models: Sequence[Source], names: Sequence[str], configs: Sequence[Config] = ()
 ) -> tuple[Source, tuple[Source, ...], tuple[Notice, ...]]:
-    """Find the tensors that are stored under several names, and show the same under all of them.
+    """Find tensors that are stored under several names, and show the same under all of them.
 
-    `configs` are those of base and models; a model's own wins over the base's. Returns the base,
-    the models, and notes.
+    `configs` are those of base and models; a model's configuration wins over the base's. Returns
+    the base, the models, and notes.
     """
     base_config, *others = configs or [{}] * (1 + len(models))
     inputs = [_Input("base", base, base_config)]
     for model, name, config in zip(models, names, others, strict=True):
-        own = base_config if model.is_partial or says_tied(config) is None else config
-        inputs.append(_Input(name, model, own))
+        is_silent = model.is_partial or says_tied(config) is None
+        inputs.append(_Input(name, model, base_config if is_silent else config))
     notes: list[Notice] = []
     groups = _find_groups(inputs, notes)
     notes += [
@@ -206,11 +206,11 @@ def _find_groups(inputs: Sequence[_Input], notes: list[Notice]) -> Groups:
 
 
 def _names_sharing_storage(base: Source) -> set[str]:
-    found: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     shared: set[str] = set()
     for name, info in base.tensors.items():
         if (place := base.place(name)) is not None and info.elements:
-            other = found.setdefault((place, info.dtype, info.shape), name)
+            other = first_names.setdefault((place, info.dtype, info.shape), name)
             shared |= {name, other} if other != name else set()
     return shared
 
@@ -218,7 +218,7 @@ def _names_sharing_storage(base: Source) -> set[str]:
 def _is_one_tensor(
     inputs: Sequence[_Input], first: str, alias: str, notes: list[Notice], *, by_name: bool
 ) -> bool:
-    """Return whether two names of the base stand for one tensor in every input."""
+    """Return whether two names of the base refer to one tensor in every input."""
     base = inputs[0]
     if not by_name and not _share_storage(base.source, first, alias):
         return False
@@ -240,7 +240,7 @@ def _is_one_tensor(
 
 
 def _agrees(given: _Input, first: str, alias: str) -> bool:
-    """Return whether an input has the same under both names, or only one of them."""
+    """Return whether an input has the same values under both names, or only one of them."""
     source, tensors = given.source, given.source.tensors
     held = {first, alias} & tensors.keys()
     if source.is_partial or len(held) < 2:
@@ -250,7 +250,7 @@ def _agrees(given: _Input, first: str, alias: str) -> bool:
 
 
 def _is_configured(given: _Input, first: str, alias: str) -> bool:
-    """Return whether a configuration says, to loaders, that two names are one tensor."""
+    """Return whether a configuration tells loaders that two names are one tensor."""
     if not is_tied_embedding(first):
         return False
     if is_tied_head(alias):
@@ -270,7 +270,7 @@ def _share_storage(source: Source, first: str, alias: str) -> bool:
 
 
 def _present(source: Source, groups: Groups, ties: Mapping[str, str]) -> Source:
-    """Show the same under all names, whichever of them the source has."""
+    """Show the same values under all names, whichever of them the source has."""
     names: dict[str, str] = {}
     for first, others in groups.items():
         held = [name for name in (first, *others) if name in source.tensors]
@@ -292,9 +292,8 @@ def _fold(given: _Input, base: Source, groups: Groups, notes: list[Notice]) -> S
         adapter, names = source.inner, dict(source.names)
     if not isinstance(adapter, LoraSource):
         return source
-    own = {**groups, **_unstored_head(names, base, given.config)}
     changed = False
-    for first, others in own.items():
+    for first, others in (groups | _unstored_head(names, base, given.config)).items():
         held = [name for name in (first, *others) if name in names]
         if not held:
             continue

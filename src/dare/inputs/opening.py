@@ -2,8 +2,8 @@
 
 Names from the hub become directories; every form of model becomes a source; names and rows of the
 models are brought in line with the base's. `FORMS` lists the forms. Each is a module here with a
-subclass of `dare.inputs.sources.Source`, which computes what it presents as it is read: any range
-of a tensor, from any thread, the same bytes whatever the range.
+subclass of `dare.inputs.sources.Source`, which computes its tensors as they are read: any range
+of a tensor, from any thread, and the same bytes whatever the range.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _may_be_quantised(opening: Opening) -> bool:
     )
 
 
-# Names in LoRA files of diffusion models, which have nothing else in them.
+# Names in LoRA files of diffusion models, which have no other names.
 _OF_LORA = re.compile(
     r"[._]lora(_linear_layer)?[._]|\.(alpha|dora_scale|diff|diff_b|on_input)$|\.(hada|lokr|oft)_"
 )
 
-# The forms of models, each with the sign it is known by; the first that fits is taken. A form is a
-# module of this folder, imported only when a model has it, whose `open_form` opens one.
+# The forms of models, each with its sign; the first that fits is taken. A form is a module of this
+# folder, imported only when a model has this form; its function `open_form` opens the model.
 FORMS: dict[str, Callable[[Opening], bool]] = {
     "lora": lambda opening: (opening.path / "adapter_config.json").is_file(),
     "gguf": lambda opening: opening.path.suffix == ".gguf" or begins_with(opening.path, b"GGUF"),
@@ -81,15 +81,15 @@ NEED_BASE = ("lora_files", "delta_files")  # forms that may not open without the
 
 
 def form_of(opening: Opening) -> str:
-    """Return the form of a model, by the cheapest sign."""
+    """Return the form of a model, by the signs in `FORMS`."""
     return next(form for form, fits in FORMS.items() if fits(opening))
 
 
 def open_model(path: Path, **given: Any) -> Source:
-    """Read the headers of a model, whatever form it has; `Opening` says what may be given.
+    """Read the headers of a model of any form; `given` are further fields of `Opening`.
 
-    An adapter is read by the configuration of its base, where that is known, and a delta file
-    needs its base; its dropped elements are made up for unless `rescales` is false.
+    An adapter is read by the configuration of its base, if that is known, and a delta file needs
+    its base; it is rescaled for its dropped elements unless `rescales` is false.
     """
     return _open(Opening(path, **given))
 
@@ -113,7 +113,7 @@ class Inputs:
     """Base and models, opened and in line with each other."""
 
     names: tuple[str, ...]
-    folders: tuple[Path | None, ...]  # of the base and each model, if they are in some
+    folders: tuple[Path | None, ...]  # of the base and each model, if they have any
     aligned: Aligned
     notes: tuple[Notice, ...]
     config: Mapping[str, Any] = field(default_factory=dict)  # changes to the output's config.json
@@ -141,8 +141,8 @@ def open_inputs(
     """Open the files of a recipe; also return the recipe with the commits of those from the hub.
 
     Names on the hub are fetched unless `fetches` is false, or they are addresses. Unless `rescales`
-    is false, the dropped elements of delta files are made up for as they are read. `keeps_scales`
-    shows the base's scales of activations, as its own format in the output does. `merges` are
+    is false, delta files are rescaled for their dropped elements as they are read. `keeps_scales`
+    shows the base's scales of activations, which an output in the base's format needs. `merges` are
     the results of the recipe's merges, which `dare.run.nested` opens.
     """
     if merges is None and (recipe.layers or recipe.merges):
@@ -165,7 +165,7 @@ def open_inputs(
     pinned = [path for _, path in resolved]
     if pinned != given:
         recipe = with_files(recipe, pinned[0], pinned[1:], recipe.output)
-    # no more than a quarter of the memory is for what is read ahead of stores
+    # at most a quarter of the memory is for reading ahead of stores
     in_stores = sum(is_stored(path) for path in paths)
     ahead = (options.max_memory or DEFAULT_MEMORY) // 4 // max(1, in_stores)
     homes = [p if m is None else m.folder or p for p, m in zip(paths, made, strict=True)]
@@ -181,7 +181,7 @@ def open_inputs(
     folders = [source.folder for source in (base, *models)]
     configs = [first.config, *(_config_of(o, f) for o, f in zip(others, folders[1:], strict=True))]
     both = zip((base, *models), configs, strict=True)
-    configs = [own if s.tied is None else {**own, TIED: s.tied} for s, own in both]
+    configs = [config if s.tied is None else {**config, TIED: s.tied} for s, config in both]
     notes = [
         replace(remark, subjects=(name, *remark.subjects))
         for name, source in zip(("base", *names), (base, *models), strict=True)
@@ -236,7 +236,7 @@ def _in_line(
 def align_rows(
     recipe: Recipe, base: Source, models: Sequence[Source], folders: Sequence[Path | None]
 ) -> Aligned:
-    """Bring the rows of embeddings into one order, as the recipe says; often they are in it."""
+    """Bring the rows of embeddings into one order, as the recipe says, if they are not yet."""
     aligned = Aligned(base, tuple(models))
     if not _may_differ_in_rows(recipe, aligned, folders):
         return aligned
@@ -258,7 +258,7 @@ def align_rows(
 def take_extras(
     recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]
 ) -> Source:
-    """Give the base the tensors that only models have, if the recipe takes their mean or one."""
+    """Give the base the tensors that only models have, if the recipe asks for that."""
     extras = extras_of(base, models) if recipe.on_extra in ("average", "first") else {}
     for tensor, owners in extras.items():
         first, *others = (models[number].tensors[tensor] for number in owners)
@@ -289,7 +289,7 @@ def _config_of(opening: Opening, folder: Path | None) -> Mapping[str, Any]:
 
 
 def _check_local(paths: Sequence[Path], allow_pickle: bool) -> None:
-    """Find the faults of models on this machine before others are fetched from the hub."""
+    """Check the models on this machine before others are fetched from the hub."""
     for path in paths if any(map(is_on_hub, paths)) else ():
         if is_on_hub(path) or is_stored(path):
             continue
@@ -312,20 +312,20 @@ def is_on_hub(path: Path) -> bool:
 
 
 def _find(path: Path, *, verbose: bool, fetches: bool) -> tuple[Path, Path]:
-    """Return the path of a model, and the path that stands for the very same model later."""
+    """Return the path of a model, and the path that will identify the very same model later."""
     if is_here(path):
         return path, path
     from dare.inputs.hub import resolve
 
-    found = resolve(path, verbose=verbose, fetches=fetches)
-    return found.path, found.pinned
+    resolved = resolve(path, verbose=verbose, fetches=fetches)
+    return resolved.path, resolved.pinned
 
 
 def _may_differ_in_rows(recipe: Recipe, opened: Aligned, folders: Sequence[Path | None]) -> bool:
     """Return whether rows of embeddings may have to move; without them no tokenizer is read."""
     may_choose = bool(recipe.tokens) or isinstance(recipe.vocabulary_of, int)
     if recipe.vocabulary == "error" and recipe.on_mismatch == "base" and not may_choose:
-        return False  # rows that do not fit stay the base's
+        return False  # if rows do not fit, the base's stay
     base, *models = (
         {name: info.shape for name, info in source.tensors.items() if row_rank(name) is not None}
         for source in (opened.base, *opened.models)

@@ -1,8 +1,8 @@
-"""Pipelines of diffusers, folders with a model in each folder, and what else diffusion models need.
+"""Pipelines of diffusers, with a model in each of their folders, and metadata of diffusion models.
 
-A pipeline is one source, whose tensors are called as `unet/conv_in.weight`. `model_index.json` says
-which folders are components. Autoencoders and safety checkers stay the base's unless a rule names
-them, and so do components that a model lacks.
+A pipeline is one source, whose tensors have names such as `unet/conv_in.weight`. `model_index.json`
+says which folders are components. Autoencoders and safety checkers stay the base's unless a rule
+names them, and so do components that a model lacks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from dare.tensors.files import list_names
 from dare.tensors.names import some_of
 
 KEPT = re.compile(r"\w*vae|movq|vqgan|safety_checker")  # components that a mean would spoil
-# Files of a component that go with the output; an index speaks of shards of the base.
+# Files of a component that go with the output; an index lists shards of the base.
 _SMALL = re.compile(r"(?!.*\.index\.).+\.(json|txt|model|spm|tiktoken|jinja|py)")
 
 SPEC = "modelspec."
 TITLE, MERGED_FROM = f"{SPEC}title", f"{SPEC}merged_from"
-# Entries of the base that are true of a merge; not so its hash, date, author or thumbnail.
+# Entries of the base that hold for a merge, too; its hash, date, author and thumbnail do not.
 STILL_TRUE = (
     *("sai_model_spec", "architecture", "implementation", "implementation_version", "license"),
     *("resolution", "prediction_type", "timestep_range", "encoder_layer", "usage_hint"),
     *("trigger_phrase", "format_type", "format_template", "language"),
 )
-MAX_ENTRY, MAX_TITLE = 1 << 16, 200  # characters; a licence may stand there in full
+MAX_ENTRY, MAX_TITLE = 1 << 16, 200  # characters; an entry may be a whole licence
 
 
 def stems_of(source: Source) -> dict[str, str]:
-    """Return what the files of each component are called, or by "" those of a plain model."""
+    """Return the stem of each component's files; the key of a plain model is ""."""
     stems = {
         file: next((stem for stem in STEMS[1:] if file.name.startswith(stem)), STEMS[0])
         for file in source.files
@@ -53,7 +53,7 @@ def stems_of(source: Source) -> dict[str, str]:
 def leave_components(
     recipe: Recipe, base: Source, models: Sequence[Source], names: Sequence[str]
 ) -> tuple[list[Source], list[Notice]]:
-    """Take out of models the components that stay the base's; say which those are."""
+    """Remove from models the components that stay the base's; say which these are."""
     components = list(stems_of(base))
     patterns = [word for rule in recipe.tensors for word in rule.match or ()]
 
@@ -62,22 +62,22 @@ def leave_components(
         named = any(pattern.startswith(f"{folder}/") for pattern in patterns)
         return KEPT.fullmatch(folder) is not None and not named
 
-    notes, left = [], list(models)
-    for place, model in enumerate(models):
-        own = {name: name for name in model.tensors if not is_kept(name)}
-        held = {name.partition("/")[0] + "/" for name in own}
-        left[place] = RenamedSource(model, own)
-        left[place].unchanged = tuple(prefix for prefix in components if prefix not in held)
-        lacking = [prefix for prefix in left[place].unchanged if not is_kept(prefix)]
+    notes, views = [], list[Source]()
+    for model, model_name in zip(models, names, strict=True):
+        merged = {name: name for name in model.tensors if not is_kept(name)}
+        held = {name.partition("/")[0] + "/" for name in merged}
+        views.append(view := RenamedSource(model, merged))
+        view.unchanged = tuple(prefix for prefix in components if prefix not in held)
+        lacking = [prefix for prefix in view.unchanged if not is_kept(prefix)]
         if lacking and not model.is_partial:
-            notes.append(notice("lacking_components", names[place], folders=", ".join(lacking)))
+            notes.append(notice("lacking_components", model_name, folders=", ".join(lacking)))
     if kept := list(filter(is_kept, components)):
         notes.append(notice("kept_components", folders=", ".join(kept), example=kept[0]))
-    return left, notes
+    return views, notes
 
 
 def refuse_pipeline(path: Path, what: str) -> None:
-    """Refuse a pipeline where one model is meant."""
+    """Refuse a pipeline where one model is expected."""
     if components_of(path):
         raise InputError(f"{path}: is a pipeline of several models; {what} its folders one by one")
 
@@ -85,22 +85,22 @@ def refuse_pipeline(path: Path, what: str) -> None:
 def collect_components(directory: Path, kinds: Mapping[str, StorageType | None]) -> Sidecars:
     """Collect the files of a pipeline that go beside the weights; `kinds` are the main types."""
     gathered, top = Sidecars(directory), list_names(directory)
-    own = [name for part in components_of(directory) for name in walk(directory, part)]
+    inside = [name for part in components_of(directory) for name in walk(directory, part)]
     files = [n for n in top if n == MODEL_INDEX or n.endswith(".py") or LEGAL.fullmatch(n)]
-    files += filter(_SMALL.fullmatch, own)
+    files += filter(_SMALL.fullmatch, inside)
     gathered.take(directory, files)
     for prefix, kind in kinds.items():
         gathered.configure(Changes(dtype=kind), prefix)
     if code := [name for name in files if name.endswith(".py")]:
         gathered.notes.append(notice("custom_code", files=some_of(code, EXAMPLES)))
-    gathered.note_left([*top, *own])
+    gathered.note_left([*top, *inside])
     return gathered
 
 
 def merged_spec(base: Source, models: Sequence[tuple[str, Source]]) -> dict[str, str]:
-    """Return the `modelspec.*` entries of a merge: the base's, as far as they are still true."""
-    found = {key: base.metadata.get(SPEC + key, "") for key in STILL_TRUE}
-    kept = {SPEC + key: text for key, text in found.items() if text and len(text) <= MAX_ENTRY}
+    """Return the `modelspec.*` entries of a merge: those of the base that are still true."""
+    texts = {key: base.metadata.get(SPEC + key, "") for key in STILL_TRUE}
+    kept = {SPEC + key: text for key, text in texts.items() if text and len(text) <= MAX_ENTRY}
     if not kept:
         return {}
     titles = [s.metadata.get(TITLE, name)[:MAX_TITLE] for name, s in (("base", base), *models)]

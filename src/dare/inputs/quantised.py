@@ -1,17 +1,17 @@
 """Quantised models: those that can be read exactly are presented as weights, all others refused.
 
 An output has plain weights and a configuration that says so, unless it is quantised again
-(`dare.formats.quantised`). Codes cannot be merged, and copied beside such a configuration they
-would be a broken model. So anything that looks like codes, by its name, by scales beside it, or
-because the configuration mentions them, is refused here, before anything is planned, for the base
-and every model. Three kinds are read:
+(`dare.formats.quantised`). Codes cannot be merged, and if they were copied beside such a
+configuration, the model would be broken. So anything that looks like codes, by its name, by scales
+beside it, or because the configuration mentions them, is refused here, before anything is planned,
+for the base and every model. Three kinds are read:
 
 FP8: a weight in F8_E4M3 or F8_E5M2 with a scale is presented as float32, each element one float32
 product `stored · scale`. A scale is one number, one for each row, or one for each block: of the
 size that the configuration says, else 128×128 (DeepSeek). FP8 tensors without a scale are passed on
 as they are.
 
-MXFP4, experts of gpt-oss: beside a layer's experts stand `NAME_blocks` (experts × outputs × groups
+MXFP4, experts of gpt-oss: a layer's experts are stored as `NAME_blocks` (experts × outputs × groups
 × 16 bytes, two codes of four bits in each, the low half first) and `NAME_scales` (a power of two
 for each group of 32). `NAME` is presented as experts × inputs × outputs in BF16, which holds every
 product exactly. The stored layout is the transpose, so the codes of one expert are read as a whole
@@ -67,7 +67,7 @@ _DATA = tomllib.loads(files("dare.inputs").joinpath("quantised.toml").read_text(
 def read_quantised(
     source: Source, config: Mapping[str, Any], *, keeps_scales: bool = False
 ) -> Source:
-    """Present quantised weights as what they stand for, by a model's configuration; or refuse.
+    """Present quantised weights as the numbers they represent, or refuse them.
 
     Scales of activations are left out, or shown as bits, which are copied and never merged.
     """
@@ -75,17 +75,17 @@ def read_quantised(
     unpacked = unpack_nvfp4(unpack_mxfp4(source, config))
     plain = apply_fp8_scales(unpacked, *block_size(config, where))
     if plain is not source:
-        left = {
+        scales = {
             name: info
             for name, info in plain.tensors.items()
             if name.rpartition(".")[2] in _DATA["activation_scales"] and not info.dtype.packed_bits
         }
-        plain = _WithoutActivations(plain, left, keeps=keeps_scales) if left else plain
+        plain = _WithoutActivations(plain, scales, keeps=keeps_scales) if scales else plain
     method = quantisation_method(config)
     if reason := _DATA["in_use"].get(method or ""):
         raise InputError(f"{where}config.json: quant_method is {method!r}; {reason}")
-    if found := _find_codes(plain, method):
-        tensor, kind = found
+    if codes := _find_codes(plain, method):
+        tensor, kind = codes
         scheme = f"{kind}, quant_method {method!a}" if method else kind
         ways = _DATA["how"]
         by_kind = (ways[name] for name in ways if name in kind.lower())
@@ -99,16 +99,16 @@ def read_quantised(
 
 
 class _WithoutActivations(SourceView):
-    """A source without the scales of what passes through layers, or with their bits."""
+    """A source without the scales of activations, or with their bits."""
 
-    def __init__(self, inner: Source, left: Mapping[str, TensorInfo], *, keeps: bool) -> None:
-        tensors = {name: info for name, info in inner.tensors.items() if name not in left}
-        for name, info in left.items() if keeps else ():
+    def __init__(self, inner: Source, scales: Mapping[str, TensorInfo], *, keeps: bool) -> None:
+        tensors = {name: info for name, info in inner.tensors.items() if name not in scales}
+        for name, info in scales.items() if keeps else ():
             bits = STORAGE_TYPES[f"U{info.dtype.itemsize * 8}"]
             tensors[name] = CodedInfo(name, bits, info.shape, info.start, info.dtype)
-        super().__init__(inner, tensors, computed=left)
+        super().__init__(inner, tensors, computed=scales)
         code = "base_scales" if keeps else "not_weights"
-        self.remarks += (notice(code, names=some_of(sorted(left))),)
+        self.remarks += (notice(code, names=some_of(sorted(scales))),)
 
     def compute(self, name: str, start: int, into: Raw) -> None:
         self.inner.read(name, start, into.view(self.inner.tensors[name].dtype.carrier))
@@ -121,16 +121,16 @@ def open_form(opening: Opening) -> Source:
 
 def tables_of(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a configuration and those of its parts, such as text_config."""
-    left = [config]
-    for table in left:
-        left += [value for value in table.values() if isinstance(value, dict)]
+    tables = [config]
+    for table in tables:
+        tables += [value for value in table.values() if isinstance(value, dict)]
         yield table
 
 
 def block_size(config: Mapping[str, Any], where: str = "") -> tuple[Block, bool]:
     """Return the size of the blocks that FP8 has scales for, and if all scales are for blocks.
 
-    transformers says so for the whole model; groups of compressed-tensors may differ in it.
+    transformers says this for the whole model; groups of compressed-tensors may differ.
 
     >>> block_size({"quantization_config": {"weight_block_size": [128, 64]}}), block_size({})
     (((128, 64), True), ((128, 128), False))
@@ -158,7 +158,7 @@ def quantisation_settings(table: Mapping[str, Any]) -> list[str]:
 
 
 def quantisation_method(config: Mapping[str, Any]) -> str | None:
-    """Return the scheme that a configuration says its weights are quantised by, if any."""
+    """Return the scheme of quantisation that a configuration names, if any."""
     for table in tables_of(dict(config)):
         for key in quantisation_settings(table):
             settings = table[key]
@@ -168,7 +168,7 @@ def quantisation_method(config: Mapping[str, Any]) -> str | None:
 
 
 def _find_codes(source: Source, method: str | None) -> tuple[str, str] | None:
-    """Find a tensor that holds codes or belongs to them, and the sign of it."""
+    """Find a tensor that holds codes or belongs to them; also return its sign."""
     tensors = {n: info for n, info in source.tensors.items() if not isinstance(info, CodedInfo)}
     scales: dict[str, list[str]] = {}
     for name in tensors:
@@ -203,7 +203,7 @@ PIECE_BYTES = PIECE_ELEMENTS * 16  # memory for a piece: codes, their values, th
 
 @dataclass(frozen=True)
 class Scale:
-    """A weight's type, and the grid of factors, each for a block of it."""
+    """A weight's type, and the grid of its factors, one for each block."""
 
     dtype: StorageType
     info: TensorInfo
@@ -218,7 +218,7 @@ class Scale:
 
 
 class DecodedSource(SourceView):
-    """Another source with codes presented as numbers, and what belongs to them out of sight."""
+    """Another source with codes presented as numbers; tensors that belong to them are hidden."""
 
     def __init__(
         self,
@@ -239,10 +239,12 @@ class DecodedSource(SourceView):
         for done in range(0, into.size, PIECE_ELEMENTS):
             piece = into[done : done + PIECE_ELEMENTS]
             self.decode(name, start + done, piece)
-            np.copyto(piece, np.float32(np.nan), where=np.isnan(piece))  # every NaN is this one
+            np.copyto(
+                piece, np.float32(np.nan), where=np.isnan(piece)
+            )  # all NaN have one bit pattern
 
     def decode(self, name: str, first: int, values: Floats) -> None:
-        """Fill `values` with elements from one on, each multiplied by its factor."""
+        """Fill `values` with elements from `first` on, each multiplied by its factor."""
         raise NotImplementedError
 
 
@@ -272,7 +274,7 @@ class Fp8Source(DecodedSource):
                 matrix *= self._factors(scale, row, rows, column, columns)
 
     def _factors(self, scale: Scale, row: int, rows: int, column: int, columns: int) -> Floats:
-        """Read the factors of a rectangle, in one column if they agree in rows."""
+        """Read the factors of a rectangle, as one column if each row has one factor."""
         top, bottom = row // scale.block_rows, (row + rows - 1) // scale.block_rows
         count = (bottom + 1 - top) * scale.columns
         grid = read_values(self.inner, scale.info, top * scale.columns, count)
@@ -292,7 +294,7 @@ def read_values(source: Source, info: TensorInfo, first: int, count: int) -> Flo
 
 
 def apply_fp8_scales(source: Source, block: Block, blocks_only: bool) -> Source:
-    """Apply a source's scales, if it has any; if `blocks_only`, each must be for such a block."""
+    """Apply a source's scales, if it has any; with `blocks_only`, each must be for a `block`."""
     scales = {
         name: scale
         for name, info in source.tensors.items()
@@ -304,7 +306,7 @@ def apply_fp8_scales(source: Source, block: Block, blocks_only: bool) -> Source:
 def _find_scale(
     weight: TensorInfo, source: Source, block: Block, blocks_only: bool
 ) -> Scale | None:
-    """Find a weight's scale, and which part of the weight each of its factors is for."""
+    """Find a weight's scale, and the part of the weight that each of its factors is for."""
     where, tensors = home_of(source), source.tensors
     names = [weight.name + end for end in SCALE_ENDINGS if weight.name + end in tensors]
     if not names:
@@ -350,14 +352,14 @@ MXFP4_GROUP = 32
 MXFP4_GROUP_BYTES = MXFP4_GROUP // 2
 TILE = 1 << 16
 TILE_BYTES = TILE * 16  # memory for a tile: codes, places in the table, and values
-# Values of the codes; 8 to 15 are 0 to 7 with a minus.
+# Values of the codes; 8 to 15 are 0 to 7 with a minus sign.
 FP4_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 FP4_VALUES = np.concatenate([FP4_VALUES, -FP4_VALUES])
 _BLOCKS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_blocks")
 
 
 class Mxfp4Source(DecodedSource):
-    """Another source with its experts unpacked, blocks and scales out of sight."""
+    """Another source with its experts unpacked; blocks and scales are hidden."""
 
     def __init__(self, inner: Source, packed: Mapping[str, TensorInfo]) -> None:
         self._packed = packed
@@ -394,17 +396,18 @@ class Mxfp4Source(DecodedSource):
                 return kept[2:]
         self._kept.pop(thread, None)  # so that no thread ever has two
         _, inputs, outputs = self._packed[name].shape
-        found = []
+        matrices = []
         for end, width in (("_blocks", inputs // 2), ("_scales", inputs // MXFP4_GROUP)):
             raw = np.empty(outputs * width, np.uint8)
             self.inner.read(name + end, expert * raw.size, raw)
-            found.append(raw.reshape(outputs, width))
-        self._kept[thread] = name, expert, found[0], found[1]
-        return found[0], found[1]
+            matrices.append(raw.reshape(outputs, width))
+        blocks, scales = matrices
+        self._kept[thread] = name, expert, blocks, scales
+        return blocks, scales
 
 
 def unpack_mxfp4(source: Source, config: Mapping[str, Any]) -> Source:
-    """Unpack a source's MXFP4 experts, if it has any and is of the kind whose layout is known."""
+    """Unpack a source's MXFP4 experts, if it has any and its type's layout is known."""
     packed: dict[str, TensorInfo] = {}
     if config.get("model_type", MXFP4_MODEL_TYPE) == MXFP4_MODEL_TYPE:
         for name, info in source.tensors.items():
@@ -415,7 +418,7 @@ def unpack_mxfp4(source: Source, config: Mapping[str, Any]) -> Source:
 
 
 def _describe_experts(name: str, source: Source) -> CodedInfo | None:
-    """Describe the tensor that blocks and scales stand for; None without scales."""
+    """Describe the tensor that blocks and scales represent; None without scales."""
     blocks, scales = source.tensors[f"{name}_blocks"], source.tensors.get(f"{name}_scales")
     where = home_of(source)
     if scales is None:
@@ -436,18 +439,18 @@ def _describe_experts(name: str, source: Source) -> CodedInfo | None:
 
 def _mxfp4_rectangle(blocks: Bytes, scales: Bytes, row: int, rows: int) -> NDArray[np.uint16]:
     """Return some inputs of some outputs as inputs × outputs, in the bits of BF16."""
-    some = blocks[:, row // 2 : (row + rows - 1) // 2 + 1]
-    codes = np.empty((len(some), some.shape[1], 2), np.uint16)
-    np.bitwise_and(some, 15, out=codes[:, :, 0])
-    np.right_shift(some, 4, out=codes[:, :, 1])
-    places = codes.reshape(len(some), -1)[:, row % 2 :][:, :rows]
+    pairs = blocks[:, row // 2 : (row + rows - 1) // 2 + 1]
+    codes = np.empty((len(pairs), pairs.shape[1], 2), np.uint16)
+    np.bitwise_and(pairs, 15, out=codes[:, :, 0])
+    np.right_shift(pairs, 4, out=codes[:, :, 1])
+    places = codes.reshape(len(pairs), -1)[:, row % 2 :][:, :rows]
     places += scales[:, np.arange(row, row + rows) // MXFP4_GROUP].astype(np.uint16) * 16
     return _mxfp4_bits()[places].T
 
 
 @cache
 def _mxfp4_bits() -> NDArray[np.uint16]:
-    """Return the bits of 16 codes under 256 scales; the last scale is no NaN in transformers."""
+    """Return the bits of 16 codes for 256 scales; the last scale is not NaN in transformers."""
     powers = [math.ldexp(1.0, scale - 127) for scale in range(256)]
     with np.errstate(over="ignore"):
         values = np.multiply.outer(np.array(powers), FP4_VALUES).astype(np.float32)
@@ -462,7 +465,7 @@ NVFP4_NUMBERS = {"": "_scale_2", "_packed": "_global_scale"}  # by the ending of
 
 
 class Nvfp4Parts(NamedTuple):
-    """The tensors that stand for a weight."""
+    """The stored tensors that represent a weight."""
 
     codes: TensorInfo
     scales: TensorInfo

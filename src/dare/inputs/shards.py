@@ -22,7 +22,7 @@ MAX_INDEX_BYTES = 100_000_000
 
 
 def components_of(directory: Path) -> list[str]:
-    """Return the folders of a pipeline of diffusers, with weights or not; none of another model."""
+    """Return the folders of a pipeline of diffusers, with weights or not; none for other models."""
     used = named_components(directory)
     return [name for name in list_names(directory) if name in used] if used else []
 
@@ -39,7 +39,7 @@ def named_components(directory: Path) -> list[str]:
 
 
 def folders_of(path: Path) -> dict[str, Path]:
-    """Return the folders of a model's weights, by what the names of the tensors begin with."""
+    """Return the folders of a model's weights, by the prefix of their tensors' names."""
     if not (components := components_of(path)):
         return {"": path}
     folders = [path / name for name in components if is_directory(path / name)]
@@ -52,15 +52,15 @@ def folders_of(path: Path) -> dict[str, Path]:
 class IndexedShard(NamedTuple):
     """The tensors that an index says a shard has."""
 
-    place: Path  # of the index
+    index_file: Path
     tensors: set[str]
 
 
 def find_files(path: Path, kind: str, *stems: str) -> dict[Path, IndexedShard | None]:
-    """Find the files of a model, each with what its index says, if there is one.
+    """Find the files of a model, each with the tensors that its index lists, if there is one.
 
-    In a directory, that is the index, or the usual single file, or the only one that ends alike: a
-    variant such as `model.fp16.safetensors`, which may have an index too.
+    In a directory, look for the index, then the usual single file, then the only file with the
+    right ending: a variant such as `model.fp16.safetensors`, which may have an index, too.
     """
     if not is_directory(path):
         return {path: None}
@@ -75,7 +75,7 @@ def find_files(path: Path, kind: str, *stems: str) -> dict[Path, IndexedShard | 
         file = path / found[0]
         if file.suffix != ".json":
             return {file: None}
-        return {shard: IndexedShard(file, own) for shard, own in read_index(file).items()}
+        return {shard: IndexedShard(file, listed) for shard, listed in read_index(file).items()}
     if weights:
         raise InputError(f"{path}: has {len(weights)} {kind} files and no {index}; name one file")
     raise InputError(f"{path}: has no {kind} file and no {index}")
@@ -100,7 +100,7 @@ def read_index(index: Path) -> dict[Path, set[str]]:
 
 
 def check_against_index(shard: IndexedShard, file: Path, held: set[str]) -> None:
-    """Refuse a shard that holds other tensors than its index says."""
+    """Refuse a shard whose tensors are not those that its index lists."""
     index, listed = shard
     for tensors, complaint in ((listed - held, "lacks"), (held - listed, "also holds")):
         if tensors:

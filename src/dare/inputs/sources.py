@@ -1,4 +1,4 @@
-"""Sources of weights: tensors by name, whatever holds them, and the one walk over their chunks.
+"""Sources of weights: tensors by name, whatever holds them, and the one loop over their chunks.
 
 A source is opened twice: once to read headers, for the plan, and once to read weights. In between
 no file is held open, and the second time each file must still be the one that was planned for.
@@ -64,10 +64,10 @@ class DeltaInfo(NamedTuple):
 
     is_change: bool = False  # True if it reads as the change, in float32, instead of the weights
     drop: Drop | None = None  # the mask that dropped some of the change, which is not rescaled
-    is_rescaled: bool = False  # True if dropped elements are made up for as it is read
-    original_digest: str | None = None  # of the whole tensor, if all that is left is unchanged
+    is_rescaled: bool = False  # True if it is rescaled for dropped elements as it is read
+    original_digest: str | None = None  # of the whole tensor, if the kept elements are unchanged
     base_digest: str | None = None  # of the base's tensor that it belongs to
-    stored_bytes: int | None = None  # bytes of its files, if they are not those of its elements
+    stored_bytes: int | None = None  # bytes in its files, if not those of its elements
 
 
 WEIGHTS = DeltaInfo()
@@ -81,7 +81,7 @@ class CodedInfo(TensorInfo):
 
 
 class ReadingCost(NamedTuple):
-    """The memory that reading takes, beside the buffers that are filled."""
+    """The memory that reading takes, in addition to the buffers that are filled."""
 
     reading_bytes: int = 0  # for each thread
     ahead_bytes: int = 0  # for reading ahead of a store, of all threads together
@@ -101,22 +101,22 @@ class HeldTensor(NamedTuple):
 class Source:
     """Tensors by name, readable from any element on, from any thread.
 
-    The defaults are those of a whole model in memory; every form of model changes what it must.
+    The defaults are right for a whole model in memory; other forms of models override some.
     """
 
     tensors: Mapping[str, TensorInfo]
     files: Mapping[Path, Stamp] = EMPTY  # the files behind it, with the stamps they had
     remarks: tuple[Notice, ...] = ()
-    is_partial: bool = False  # True if a tensor that it lacks is unchanged, as in an adapter
+    is_partial: bool = False  # True if missing tensors count as unchanged, as in an adapter
     cost: ReadingCost = ReadingCost()
-    ties: Mapping[str, str] = EMPTY  # further names of tensors, and the name each stands for
+    ties: Mapping[str, str] = EMPTY  # further names of tensors, each with the first name
     tied: bool | None = None  # whether its head is its embedding, whatever a configuration says
-    # Of a stack of layers: the folder that each is from, and its number there.
+    # For a stack of layers: the folder that each layer is from, and its number there.
     layers: Sequence[tuple[Path | None, int]] = ()
-    extras: Mapping[str, Sequence[int]] = EMPTY  # those that only models have, by their numbers
+    extras: Mapping[str, Sequence[int]] = EMPTY  # tensors of models only, with the models' numbers
     metadata: Mapping[str, str] = EMPTY  # of its file's header
-    unchanged: tuple[str, ...] = ()  # beginnings of names that it leaves unchanged too
-    _opened: Sequence[Source] = ()  # the sources that it reads, open as long as this one
+    unchanged: tuple[str, ...] = ()  # prefixes of further tensors that count as unchanged
+    _opened: Sequence[Source] = ()  # the sources that it reads, open while this one is
 
     @property
     def folder(self) -> Path | None:
@@ -128,36 +128,36 @@ class Source:
         return self.is_partial or name.startswith(self.unchanged)
 
     def delta_of(self, name: str) -> DeltaInfo:  # noqa: ARG002
-        """Return what is known of a tensor that is stored as a change to the base."""
+        """Return how a tensor is stored, if it is stored as a change to the base."""
         return WEIGHTS
 
     def fingerprint(self) -> list[Any]:
-        """Return what identifies it in headers and configurations, to resume a merge."""
+        """Return what identifies it, by headers and configurations, to resume a merge."""
         lines = (f"{i.name}\t{i.dtype.name}\t{i.shape}\t{i.start}" for i in self.tensors.values())
         return [bytes_digest("\n".join(lines).encode())]
 
     def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
         """Fill `into`, an array of the tensor's carrier type, with its elements from `start` on.
 
-        `base` are the base's elements there, if they are at hand.
+        `base` has the base's elements of the same range, if they are already read.
         """
         raise NotImplementedError
 
     def held(self, name: str) -> HeldTensor | None:  # noqa: ARG002
-        """Return a tensor that is in memory; None: it must be read."""
+        """Return a tensor that is in memory; None if it must be read."""
         return None
 
     def place(self, name: str) -> Hashable:  # noqa: ARG002
-        """Return the place of a tensor, the same for two names of one tensor; None: unknown."""
+        """Return the place of a tensor, the same for all its names; None if it is unknown."""
         return None
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        """Say that these elements will be read soon."""
+        """Announce that these elements will be read soon."""
 
     def __enter__(self) -> Self:
         """Open for reading weights; raise InputError if they may not be those planned for.
 
-        None of the sources that it reads stays open if one cannot be opened.
+        If one of the sources that it reads cannot be opened, none of them stays open.
         """
         with ExitStack() as stack:
             for source in self._opened:
@@ -172,7 +172,7 @@ class Source:
 
 
 def bytes_for(source: Source, name: str, count: int) -> int:
-    """Return about how many bytes of a source's files so many elements of a tensor take."""
+    """Return about how many bytes `count` elements of a tensor take in a source's files."""
     info, stored = source.tensors[name], source.delta_of(name).stored_bytes
     if stored is None:
         return count * info.dtype.itemsize
@@ -187,19 +187,19 @@ def home_of(source: Source) -> str:
 
 def stamps_of(source: Source) -> list[Any]:
     """Return what identifies the files of a source without reading them."""
-    # without the device, to which machines that share the files give other numbers
+    # without the device, whose number differs between machines that share the files
     return [(*stamp[:2], *stamp[3:]) for stamp in source.files.values() if stamp]
 
 
 def check_unchanged(sources: Iterable[Source]) -> None:
-    """Raise InputError if what was read may no longer be what was planned for."""
+    """Raise InputError if a source may have changed since it was planned for."""
     for source in sources:
         with source:
             pass
 
 
 class InputFiles(Source):
-    """A source in files: as they were for the plan, and open while weights are read."""
+    """A source in files, which must be those of the plan, and are open while weights are read."""
 
     def __init__(self, path: Path, most_ahead_bytes: int | None = None) -> None:
         self.path = path
@@ -207,7 +207,7 @@ class InputFiles(Source):
         self.tensors: dict[str, TensorInfo] = {}
         self._most_ahead = most_ahead_bytes
         self._open: dict[Path, InputFile] = {}
-        self._users = 0  # the number of those who have entered: others may read rows through theirs
+        self._users = 0  # how often it has been entered: other sources may read its rows, too
         self._home: dict[str, Path] = {}
 
     @property
@@ -252,7 +252,7 @@ class InputFiles(Source):
             self._open = {}
 
     def add(self, info: TensorInfo, file: Path) -> None:
-        """Add a tensor that lies in a file from its `start` on."""
+        """Add a tensor that is in a file from its `start` on."""
         self.tensors[info.name] = info
         self._home[info.name] = file
 
@@ -264,7 +264,7 @@ class InputFiles(Source):
         self.prefetch_bytes(self._home[name], info.position(start), count * info.dtype.itemsize)
 
     def read_bytes(self, file: Path, position: int, into: Raw, what: str) -> None:
-        """Fill `into` from a position in a file on; `what` is being read, for messages."""
+        """Fill `into` from a position in a file on; messages name `what` is read."""
         try:
             count = self._open[file].read_at(into.view(np.uint8).data, position)
         except OSError as error:
@@ -274,7 +274,7 @@ class InputFiles(Source):
             raise InputError(text)
 
     def prefetch_bytes(self, file: Path, position: int, nbytes: int) -> None:
-        """Say that these bytes will be read soon."""
+        """Announce that these bytes will be read soon."""
         self._open[file].prefetch(position, nbytes)
 
 
@@ -346,8 +346,8 @@ class SourceView(Source):
     ) -> None:
         self.inner = inner
         self.tensors = tensors
-        self.names = names  # the names of tensors in the source, where they differ
-        self.computed = computed  # the names of tensors that are not read as they are
+        self.names = names  # the names of tensors in the inner source, where they differ
+        self.computed = computed  # the names of tensors that `compute` fills
         self._opened = (inner,) if opened is None else opened
         self.files, self.remarks, self.ties = inner.files, inner.remarks, inner.ties
         self.is_partial, self.cost = inner.is_partial, inner.cost
@@ -370,7 +370,7 @@ class SourceView(Source):
 
     def read(self, name: str, start: int, into: Raw, base: Raw | None = None) -> None:
         if name in self.computed:
-            with np.errstate(all="ignore"):  # what is not finite is counted where it is merged
+            with np.errstate(all="ignore"):  # values that are not finite are counted in the merge
                 self.compute(name, start, into)
         else:
             self.inner.read(self.names.get(name, name), start, into, base)
@@ -384,12 +384,12 @@ class SourceView(Source):
 
 
 class RenamedSource(SourceView):
-    """The tensors of a source under other names, and only those; two names may be of one tensor."""
+    """Some tensors of a source under other names; a tensor may have several names."""
 
     def __init__(
         self, inner: Source, names: Mapping[str, str], ties: Mapping[str, str] = EMPTY
     ) -> None:
-        if isinstance(inner, RenamedSource):  # so that what is inside is found at once
+        if isinstance(inner, RenamedSource):  # so that views do not pile up
             names = {new: inner.names[old] for new, old in names.items()}
             inner = inner.inner
         tensors = {new: replace(inner.tensors[old], name=new) for new, old in names.items()}
@@ -404,7 +404,7 @@ class StackedSource(Source):
 
     def __init__(
         self,
-        homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and the name there
+        homes: Mapping[str, tuple[Source, str]],  # by new name: a source, and its name there
         folder: Path | None = None,
         layers: Sequence[tuple[Path | None, int]] = (),
         ties: Mapping[str, str] = EMPTY,
@@ -491,16 +491,16 @@ class ExtendedSource(SourceView):
 
 @dataclass(frozen=True)
 class Aligned:
-    """Sources with rows in one order, and what else an output with that order needs."""
+    """Sources with rows in one order, and everything else an output with that order needs."""
 
     base: Source
     models: tuple[Source, ...]
     rows: tuple[int | None, ...] = ()  # of embeddings: the output's, the base's, each model's
-    tokenizer: int | None = None  # the input whose tokenizer alone fits the output; 0: the base
-    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # of that one, as changed
-    # The output's id of each id of the base and each model; none at all where nothing differs.
+    tokenizer: int | None = None  # the only input whose tokenizer fits the output; 0: the base
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)  # its files that change
+    # The output's id for each id of the base and of each model; empty if no id changes.
     token_ids: tuple[Mapping[int, int | None] | None, ...] = ()
-    # The ids of tokens in the output with that tokenizer, in the base's and each model's.
+    # The ids of tokens: the output's, the base's, and each model's.
     tokens: tuple[Mapping[str, int] | None, ...] = field(default=(), compare=False)
     differences: Mapping[str, str] = field(default_factory=dict)  # by the model's name
     notes: tuple[Notice, ...] = ()
@@ -521,20 +521,20 @@ TIED = "tie_word_embeddings"  # in configurations
 
 @dataclass(frozen=True)
 class Opening:
-    """A model that is to be opened: what the user gave, and what headers say."""
+    """A model to open: the user's path and settings, and the content of headers."""
 
     path: Path
     allow_pickle: bool = False
     base: Source | None = None
     base_config: Mapping[str, Any] | None = None  # the base's config.json, if it is known
-    rescales: bool = True  # dropped elements of a delta file are made up for
+    rescales: bool = True  # a delta file is rescaled for its dropped elements
     most_ahead_bytes: int | None = None  # memory for reading ahead of a store
     keeps_scales: bool = False  # of activations, for an output in the format of this model
     made: Source | None = None  # the source itself, if it is the result of another merge
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The `config.json` beside the weights; empty where there is none."""
+        """The `config.json` beside the weights; empty if there is none."""
         return {} if self.made and self.made.folder is None else read_config(self.path)
 
     @cached_property
@@ -549,12 +549,12 @@ def open_form(opening: Opening) -> Source:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Read the `config.json` of a model directory, or beside a file; empty where there is none."""
+    """Read the `config.json` of a model directory, or beside a file; empty if there is none."""
     try:
         file = (path if path.is_dir() else path.parent) / CONFIG
         if not is_there(file):
             return {}
-    except (OSError, ValueError):  # no possible name of a file
+    except (OSError, ValueError):  # not a possible name of a file
         return {}
     config = parse_json(read_limited(file, MAX_CONFIG_BYTES), file)
     return config if isinstance(config, dict) else {}
@@ -583,14 +583,14 @@ def open_source(path: str | os.PathLike[str]) -> FileSource:
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-CHUNKS_AHEAD = 4  # chunks of a tensor that are asked for beyond those that are read next
+CHUNKS_AHEAD = 4  # chunks of a tensor to prefetch beyond those that are read next
 
-SAMPLES, SAMPLE_ELEMENTS = 64, 4096  # compared first where two tensors may be the same
+SAMPLES, SAMPLE_ELEMENTS = 64, 4096  # compared first when two tensors may be the same
 
 
 @contextmanager
 def hold_open(sources: Sequence[Source], *, checks: bool = False) -> Iterator[None]:
-    """Hold sources open; `checks` refuses at the end those that have changed meanwhile."""
+    """Hold sources open; with `checks`, refuse at the end sources that have changed meanwhile."""
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source)
@@ -611,34 +611,34 @@ def read_chunks(
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Yield stored elements of a tensor, of several sources at once, chunk after chunk.
 
-    Each time these are the index of the first element, and the elements of each source. The next
-    chunks fill the same buffers: bytes for `at_once` elements of each source, made here unless
-    given. If the first source is the base, the others need not read it for themselves. As many
-    elements come `together`: some chunks.
+    Each item is the index of the first element, and the elements of each source. The next chunks
+    fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
+    the first source is the base (`base_first`), the others need not read it again. Each item has
+    `together` elements, a multiple of a chunk.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
         sizes = (source.tensors[name].dtype.itemsize for source in sources)
         buffers = [np.empty(min(count, at_once) * size, np.uint8) for size in sizes]
-    asked = count if count <= at_once else 0  # whoever reads no more has asked for it before
+    fetched = count if count <= at_once else 0  # callers who read only this have prefetched it
     for offset in range(0, count, at_once):
-        read = min(at_once, count - offset)
+        size = min(at_once, count - offset)
         wanted = min(offset + at_once + CHUNKS_AHEAD * CHUNK, count)
-        for source in sources if asked < wanted else ():
-            source.prefetch(name, start + asked, wanted - asked)
-        asked = max(asked, wanted)
-        found: list[Raw] = []
+        for source in sources if fetched < wanted else ():
+            source.prefetch(name, start + fetched, wanted - fetched)
+        fetched = max(fetched, wanted)
+        stored: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
-            beside = found[0] if found and base_first else None
-            found.append(read_stored(source, name, start + offset, read, buffer, beside))
-        for first in range(0, read, together):
-            yield start + offset + first, [raw[first : first + together] for raw in found]
+            base = stored[0] if stored and base_first else None
+            stored.append(read_stored(source, name, start + offset, size, buffer, base))
+        for first in range(0, size, together):
+            yield start + offset + first, [raw[first : first + together] for raw in stored]
 
 
 def read_float_chunks(
     sources: Sequence[Source], name: str, *span: int
 ) -> Iterator[tuple[int, list[Floats]]]:
-    """Yield the chunks of a tensor, or of a span of it, in float32, in arrays that stay."""
+    """Yield the chunks of a tensor, or of a span of it, in float32, each in a new array."""
     for start, stored in read_chunks(sources, name, *span):
         yield start, [decoded(raw) for raw in stored]
 
@@ -648,8 +648,8 @@ def read_stored(
 ) -> Raw:
     """Read some elements of a tensor as they are stored, into a buffer that has room for them.
 
-    Those of a source in memory are returned where they are: nobody may change them. `base` are
-    those of the base, if they are there already.
+    Elements that are in memory already are returned without a copy: nobody may change them. `base`
+    has the base's elements, if they are already read.
     """
     if (held := source.held(name)) is not None:
         return held.elements[start : start + count]
@@ -678,7 +678,7 @@ def decoded(raw: Raw, backend: str = "reference") -> Floats:
 
 
 def same_bytes(source: Source, name: str, other: str, *, whole: bool = True) -> bool:
-    """Return whether two tensors have the same bytes in some places and, if `whole`, in all."""
+    """Return whether two tensors have the same bytes in a sample and, if `whole`, everywhere."""
     one, two = source.tensors[name], source.tensors[other]
     if (one.shape, one.dtype) != (two.shape, two.dtype):
         return False
@@ -696,7 +696,7 @@ def same_bytes(source: Source, name: str, other: str, *, whole: bool = True) -> 
     return True
 
 
-Held = dict[str, HeldTensor]  # tensors of a source; names of one tensor have the same array
+Held = dict[str, HeldTensor]  # tensors of a source; several names of a tensor share an array
 
 
 def held_bytes(held: Held) -> int:
@@ -705,7 +705,7 @@ def held_bytes(held: Held) -> int:
 
 
 class HeldSource(SourceView):
-    """A source as it is, but for its elements, which are held in memory; its files stay closed."""
+    """A source whose elements are held in memory; its files stay closed."""
 
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
@@ -747,7 +747,7 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
 
 
 def _room(base: Source, source: Source) -> Held:
-    """Make arrays for the tensors that fit the base; names of one tensor have one array."""
+    """Make arrays for the tensors that fit the base; several names of a tensor share an array."""
     held: Held = {}
     for name, info in source.tensors.items():
         if name in base.tensors and info.shape == base.tensors[name].shape:

@@ -1,11 +1,11 @@
 """Weights that torch.save wrote: pytorch_model.bin, its shards, .pt, .pth and .ckpt.
 
-Such a file is a zip archive with a pickle, which says what there is, and the bytes of every
-storage. A pickle can hold any program, so nothing here is opened unless the user asks for it. Then
-it is read without torch: the few names that tensors need stand for values of this module, and any
-other name is refused, so that nothing is imported and nothing of the file can run. Weights are read
-from their places like those of any other file, in the tensor's order whatever its strides, and
-shared ones for each name.
+Such a file is a zip archive with a pickle, which lists the tensors, and the bytes of every storage.
+A pickle can hold any program, so nothing here is opened unless the user asks for it. Then it is
+read without torch: the few names that tensors need become values of this module, and any other name
+is refused, so that nothing is imported and nothing in the file can run. Weights are read from their
+places like those of any other file, in the tensor's order whatever its strides, and shared ones
+once for each name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dare.tensors.files import LocalFile, read_beginning
 from dare.tensors.header import TensorInfo, admit
 
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
-MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; that of 10,000 tensors has some 2 MB
+MAX_PICKLE_BYTES = 64 << 20  # for the list of tensors; with 10,000 tensors it takes about 2 MB
 DAMAGED_ARCHIVE = (zipfile.BadZipFile, struct.error, zlib.error)
 MAX_VALUES = 10_000_000  # the limit for one value of a pickle; repeated parts are counted each time
 MAX_DEPTH = 1000  # of values inside each other
@@ -54,12 +54,12 @@ HARMLESS_NAME = re.compile("|".join(_TABLES["harmless"]))
 class TorchSource(InputFiles):
     """The tensors of a state dict in one file or in shards.
 
-    It is a pickle: open it only if the user has asked for it.
+    The file is a pickle: open it only if the user has asked for it.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.left_out: tuple[str, ...] = ()  # entries that are no tensor of the state dict
+        self.left_out: tuple[str, ...] = ()  # entries that are not tensors of the state dict
         self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
         for file, listed in find_files(path, "bin", "pytorch_model").items():
             held = self._read_pickle(file)
@@ -71,7 +71,7 @@ class TorchSource(InputFiles):
             self.remarks = (notice("not_weights", names=", ".join(self.left_out)),)
 
     def _read_pickle(self, file: Path) -> set[str]:
-        """Read a file's list of tensors, and no weights; return their names."""
+        """Read a file's list of tensors, but no weights; return their names."""
         if is_stored(file):
             raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
         with self.open_header(file) as opened:
@@ -119,7 +119,7 @@ class TorchSource(InputFiles):
             self._gather(name, strides @ np.array(np.unravel_index(elements, shape)), piece)
 
     def _gather(self, name: str, places: NDArray[np.int64], into: Raw) -> None:
-        """Collect elements that do not lie side by side: each run of neighbours by one read."""
+        """Collect elements that are not contiguous, with one read for each run of neighbours."""
         wanted, inverse = np.unique(places, return_inverse=True)
         stored = np.empty(wanted.size, into.dtype)
         edges = np.flatnonzero(np.diff(wanted) != 1) + 1
@@ -143,7 +143,7 @@ def check_allowed(opening: Opening) -> None:
 
 
 def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, range]]:
-    """Return an archive's pickle, and the bytes of the file that each of its records takes."""
+    """Return an archive's pickle, and the position of each of its records in the file."""
     try:
         with os.fdopen(os.dup(file_descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
@@ -167,7 +167,7 @@ def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, ra
 
 
 def _find_record(stream: io.BufferedReader, info: zipfile.ZipInfo) -> range:
-    """Return a record's bytes; before them stand a name and more, as long as its header says."""
+    """Return the position of a record's bytes, after the name and extra field of its header."""
     stream.seek(info.header_offset + 26)
     name_bytes, more_bytes = struct.unpack("<HH", stream.read(4))
     start = info.header_offset + 30 + name_bytes + more_bytes
@@ -177,13 +177,13 @@ def _find_record(stream: io.BufferedReader, info: zipfile.ZipInfo) -> range:
 
 
 def _check_values(pickled: bytes, file: Path) -> None:
-    """Refuse a pickle of more values than anybody can hash or print, or of values too deep.
+    """Refuse a pickle with too many values to hash or print, or with values nested too deeply.
 
     A pickle can put a tuple twice into a tuple, that twice into another, and so on: fifty lines
-    stand for 2⁵⁰ values. One inside the other, they would overflow the stack. The opcodes are
-    walked without being run, by the effect that `pickletools` says each has.
+    make 2⁵⁰ values. Nested values could overflow the stack. The opcodes are not run, only followed
+    by the effects that `pickletools` documents for them.
     """
-    stack: list[tuple[int, int] | None] = []  # each one's values, and its depth; None is a mark
+    stack: list[tuple[int, int] | None] = []  # number and depth of each one's values; None: a mark
     memo: dict[Any, tuple[int, int] | None] = {}
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
@@ -209,7 +209,7 @@ def _check_values(pickled: bytes, file: Path) -> None:
 def _take(
     stack: list[tuple[int, int] | None], opcode: pickletools.OpcodeInfo
 ) -> list[tuple[int, int]]:
-    """Pop an opcode's arguments, the last first: some values, or all down to the last mark."""
+    """Pop an opcode's arguments, the last first: a fixed number, or all down to the last mark."""
     count = len(opcode.stack_before)
     taken = []
     if pickletools.markobject in opcode.stack_before:
@@ -229,7 +229,7 @@ def _describe_other(file: Path) -> str:
 # ---------------------------------------------------------------- a pickle without programs
 
 
-# Tuples with names: a pickle can set the state of other objects, and nothing of these.
+# Named tuples, because a pickle cannot set their state, as it can for other objects.
 
 
 class Storage(NamedTuple):
@@ -241,7 +241,7 @@ class Storage(NamedTuple):
 
 
 class PickledName(NamedTuple):
-    """A name in a pickle. Called as a function, it makes a tensor of its arguments, or nothing."""
+    """A name in a pickle. Called as a function, it makes a tensor, or returns itself."""
 
     name: str
 
@@ -259,7 +259,7 @@ class FileTensor(NamedTuple):
     needs_gradient: bool = False
     hooks: object = None
     marks: Mapping[str, bool] | None = None  # `conj`: the values are not those that are stored
-    own_dtype: PickledName | None = None  # if it is not the storage's
+    own_dtype: PickledName | None = None  # if it is another than the storage's
 
     @property
     def dtype(self) -> str:
@@ -267,7 +267,7 @@ class FileTensor(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if its elements follow each other in its own order."""
+        """True if its elements are stored one after the other, in order."""
         expected = 1
         for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
             if size > 1 and stride != expected:
@@ -277,7 +277,7 @@ class FileTensor(NamedTuple):
 
 
 def _make_tensor(*arguments: Any) -> FileTensor:
-    """Make a tensor of what a pickle has; refuse what cannot be one."""
+    """Make a tensor from a pickle's arguments; refuse those that do not describe one."""
     tensor = FileTensor(*arguments)
     kinds = {"storage": Storage, "marks": Mapping | None, "own_dtype": PickledName | None}
     is_sound = all(isinstance(getattr(tensor, name), kind) for name, kind in kinds.items())
@@ -292,7 +292,7 @@ def _make_typed(*arguments: Any) -> FileTensor:
     return _make_tensor(*plain, *(arguments[7:] or [None]), dtype)
 
 
-# What torch calls to make tensors; parameters and subclasses are the tensors that they hold.
+# torch's functions that make tensors; parameters and subclasses become the tensors that they hold.
 MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _make_tensor,
     "torch._utils._rebuild_tensor_v3": _make_typed,
@@ -303,11 +303,11 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 
 class ForbiddenNameError(pickle.UnpicklingError):
-    """A pickle names something that no file of weights needs."""
+    """A pickle has a name that no file of weights needs."""
 
 
 class WeightsUnpickler(pickle.Unpickler):
-    """Reads a state dict; no name in it stands for anything but a value of this module."""
+    """Reads a state dict; every name in it becomes a value of this module."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
@@ -338,7 +338,7 @@ def _unpickle(pickled: bytes, file: Path) -> object:
             f"{file}: refused, because it contains more than weights ({error}), and could run "
             "any program. If you trust it, load it with torch and save it as safetensors"
         ) from None
-    except Exception:  # whatever damage can lead to
+    except Exception:  # damage can lead to any error
         text = f"{file}: its pickle is damaged, or not one that torch.save writes"
         raise InputError(text) from None
 
@@ -356,7 +356,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _describe(value: Any, file: Path, name: str, records: Mapping[str, range]) -> TensorInfo:
-    """Say what a tensor is and where it begins; check that all of it lies in its record."""
+    """Return a tensor's type, shape and position; check that all of it is in its record."""
     kind = value.dtype if isinstance(value, FileTensor) else value.name.partition("_rebuild_")[2]
     dtype = BY_TORCH_NAME.get(kind)
     if dtype is None or any((value.marks or {}).values()):

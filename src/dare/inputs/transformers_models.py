@@ -1,15 +1,15 @@
 """Models as transformers builds them, and the names of their tensors once they are loaded.
 
 An adapter names modules in memory. transformers 5 gives many of them other names than checkpoints
-do, and holds all experts of a layer as one parameter. The names of common language models stay as
-they are (a table, which a test compares with transformers); for all others transformers is asked,
-which builds the model without weights. A model that neither knows is refused.
+do, and holds all experts of a layer as one parameter. The names of common language models do not
+change (a table lists them, which a test compares with transformers); for all others, transformers
+builds the model without weights. A model that neither knows is refused.
 
-Its tables say how it brings stored tensors into memory, and back. It does not describe them to its
-users, so they may change with any version; `missing_names` says what a version lacks. With such a
-version, models of the types in `loaded.toml` are read as before, because their names stay as they
-are. All others are refused by name, and so is a model whose layout is not its base's; nothing is
-guessed.
+The conversion tables of transformers say how it brings stored tensors into memory, and back. They
+are not documented, so they may change with any version; `missing_names` says what a version lacks.
+With such a version, models of the types in `loaded.toml` are read as before, because their names do
+not change. All others are refused by name, and so is a model whose layout is not its base's;
+nothing is guessed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dare.tensors.names import is_embedding, is_tied_embedding, is_tied_head, so
 NEEDED = "transformers 5 or newer and torch: pip install transformers torch"
 KNOWN_ONLY = {"trust_remote_code": False, "local_files_only": True}
 MAX_LAYERS = 10_000
-# What is used of transformers' undocumented modules.
+# The names that are used from transformers' undocumented modules.
 USED_NAMES = (
     "conversion_mapping.get_model_conversion_mapping",
     "core_model_loading.dot_natural_key",
@@ -93,9 +93,9 @@ def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -
             settings = {"attn_implementation": "eager", "use_pretrained_backbone": False}
             with TemporaryDirectory() as folder:  # the model's may be in a store
                 Path(folder, CONFIG).write_text(json.dumps(config))
-                found = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
-            return build(found)
-    except Exception as error:  # whatever a configuration can do to a model's code
+                loaded = transformers.AutoConfig.from_pretrained(folder, **settings, **KNOWN_ONLY)
+            return build(loaded)
+    except Exception as error:  # a configuration can make a model's code raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         text = f"{where}: transformers cannot build a {build.__name__} ({reason}); {remedy}"
         raise InputError(text) from error
@@ -105,17 +105,17 @@ def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
     import transformers
 
     name = architecture_of(config)
-    found: Any = getattr(transformers, name, None) if name.isidentifier() else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    named: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     if not is_model:
         raise InputError(f"{where}: names {name!a}, which transformers does not have, {so}")
-    return found
+    return named
 
 
 def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
     """Build a directory's model with its weights, in float32, on the GPU if there is one.
 
-    If the name of its class must have one of some endings, all its weights must be there too.
+    With `endings`, the name of its class must have one of them, and no weights may be missing.
     """
     try:
         import transformers
@@ -129,7 +129,7 @@ def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
     how = {"dtype": "float32", "output_loading_info": True, **KNOWN_ONLY}
     try:
         model, info = build.from_pretrained(folder, **how)
-    except Exception as error:  # whatever a configuration can do to a model's code
+    except Exception as error:  # a configuration can make a model's code raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         version = transformers.__version__
         raise InputError(f"{folder}: transformers {version} cannot load it: {reason}") from error
@@ -149,7 +149,7 @@ class ConversionTables:
         self.state: Mapping[str, Any] = model.state_dict(keep_vars=True)
         if transforms is None:
             transforms = conversion_mapping.get_model_conversion_mapping(model)
-        self._transforms = transforms  # which note whether they were used
+        self._transforms = transforms  # each notes whether it was used
         self.converters = [each for each in transforms if hasattr(each, "operations")]
         self._renamings = [each for each in transforms if not hasattr(each, "operations")]
 
@@ -169,36 +169,36 @@ class ConversionTables:
         return self._convert(tensors, self.find)
 
     def save(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return tensors in memory as they are saved, in the layout that these have loaded."""
+        """Return tensors in memory as they are saved, in the layout that was loaded."""
         used = [each for each in self._transforms if each.was_used()]
         back = ConversionTables(self.model, [each.reverse_transform() for each in reversed(used)])
         rename = self._core.rename_source_key
-        found = back._convert(loaded, lambda name: rename(name, [], back.converters))
-        return {rename(name, back._renamings, [])[0]: tensor for name, tensor in found.items()}
+        saved = back._convert(loaded, lambda name: rename(name, [], back.converters))
+        return {rename(name, back._renamings, [])[0]: tensor for name, tensor in saved.items()}
 
     def _convert(self, tensors: Mapping[str, Any], find: Callable[[str], Any]) -> dict[str, Any]:
         by_pattern = {p: each for each in self.converters for p in each.source_patterns}
-        found: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         gathered: dict[str, Any] = {}
         for name in self.in_order(tensors):
             new, pattern = find(name)
             if pattern is None:
-                found.setdefault(new, tensors[name])
+                converted.setdefault(new, tensors[name])
                 continue
             if new not in gathered:
                 gathered[new] = deepcopy(by_pattern[pattern])
             gathered[new].add_tensor(new, name, pattern, tensors[name])
         for new, converter in gathered.items():
             made = converter.convert(new, model=self.model, config=self.model.config)
-            found |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
-        return found
+            converted |= {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
+        return converted
 
 
 # ---------------------------------------------------------------- tensors in memory
 
-# The module of a tensor: a layer, one that stores inputs × outputs, an embedding, any other; or the
-# tensor is what PEFT knows as a parameter (the experts of a layer, perhaps as inputs × outputs), a
-# part of a larger one, or not loaded at all.
+# The module of a tensor: a layer, a layer that stores inputs × outputs, an embedding, any other; or
+# the tensor is a parameter to PEFT (the experts of a layer, perhaps as inputs × outputs), a part of
+# a larger one, or not loaded at all.
 Kind = Literal[
     "linear", "conv1d", "embedding", "other", "parameter", "turned_parameter", "fused", "absent"
 ]
@@ -257,7 +257,7 @@ Places = dict[str, LoadedTensor]  # all tensors of a model, by their stored name
 def find_places(
     path: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> tuple[Places, tuple[Notice, ...]]:
-    """Find the tensors of a model once it is loaded, with a note if one is due."""
+    """Return the place of each tensor in the loaded model, with a note if one is due."""
     if "model_type" not in config:
         is_tied = says_tied(config) is True
         note = notice("names_as_stored", str(path))
@@ -270,7 +270,7 @@ def find_places(
 def places_as_stored(
     tensors: Mapping[str, TensorInfo], *, is_conv1d: bool = False, is_tied: bool = False
 ) -> Places:
-    """Take names as they are, and every matrix for a layer unless its name says otherwise."""
+    """Use names as they are; every matrix counts as a layer unless its name says otherwise."""
     places = {}
     for name, info in tensors.items():
         module, _, parameter = name.rpartition(".")
@@ -286,7 +286,7 @@ def places_as_stored(
 
 
 def find_by_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Places | None:
-    """Find the tensors of a model whose names stay as they are; None: it is not in the table."""
+    """Find the tensors of a model whose names do not change; None if it is not in the table."""
     parts = PLAIN_TYPES.get(str(config["model_type"]))
     architecture = architecture_of(config) or "ForCausalLM"
     if parts is None or not architecture.endswith(LANGUAGE_MODELS):
@@ -322,7 +322,7 @@ def _by_transformers(
             leaf = module.rpartition(".")[2]
             kind = _kind_of(model.get_submodule(module), new, len(tensors[name].shape))
             if kind == "linear" and leaf in like_experts and new.endswith(".weight"):
-                kind = "parameter"  # PEFT would take the module for an expert because of its name
+                kind = "parameter"  # by its name, PEFT would take the module for an expert
             hindrance = hindered.get(leaf, "")
             places[name] = LoadedTensor(new, kind, owners[id(state[new])] > 1, hindrance)
     stored: dict[str, str] = {}

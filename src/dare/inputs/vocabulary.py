@@ -3,16 +3,16 @@
 Tokens are compared by their text, from `tokenizer.json` (or `vocab.json`, `vocab.txt`) and
 `added_tokens.json`; without those, rows are compared by their number.
 
-Merging takes place row by row, and a row means a token. Where the tokenizers differ, the rows of
-embedding and head are put in one order, that of the output, before anything is merged: each model
-is presented with its own row for every token that it shares with the base, and with the base's row
-for all others, where its change is therefore zero. The base is presented with a row for each new
-token, the mean of the rows of the models that have it. Readers of the sources notice nothing.
+Rows of embeddings are merged one by one, and each belongs to a token. If the tokenizers differ, the
+rows of embedding and head are put into the output's order before anything is merged: each model is
+presented with its own row for every token that it shares with the base, and with the base's row for
+all others, so that its change there is zero. The base is presented with a row for each new token,
+the mean of the rows of the models that have it. Readers of the sources see no difference.
 The order may be a model's instead of the base's, and rows of single tokens may be chosen. If new
 rows are merged, as mergekit does, models keep theirs, and only the others get the mean.
 
-Nothing is copied beforehand: elements are read from the sources that their rows come from, or
-computed, at the moment they are asked for.
+Nothing is copied beforehand: elements are read from the sources of their rows, or computed, when
+they are needed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Vocabulary:
         return {token: number for token, number in ids.items() if number < self.rows}
 
     def differs(self, other: Vocabulary) -> bool:
-        """Return whether rows of the same number are known to stand for other tokens."""
+        """Return whether rows of the same number are known to belong to different tokens."""
         both_known = self.tokens is not None and other.tokens is not None
         return self.rows != other.rows or (both_known and self.ids != other.ids)
 
@@ -88,7 +88,7 @@ class Vocabulary:
 def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo]:
     """Return the tensors of a source that have a row for each token, by their names.
 
-    If the number of `rows` is given, they have as many.
+    If `rows` is given, only those with this number of rows.
     """
     return {
         name: info
@@ -100,7 +100,7 @@ def row_tensors(source: Source, rows: int | None = None) -> dict[str, TensorInfo
 
 
 class Tokenizers:
-    """Reads tokenizers, the same content only once."""
+    """Reads tokenizers; parses the same content only once."""
 
     def __init__(self) -> None:
         self.notes: list[Notice] = []
@@ -120,19 +120,20 @@ class Tokenizers:
     def _read(self, directory: Path) -> Tokens | None:
         """Read the tokens of a directory's tokenizer; None if there is none of a known form."""
         texts = ((name, read_text(directory, name)) for name in _FILES)
-        found = next(((name, text) for name, text in texts if text is not None), None)
-        if found is None:
+        best = next(((name, text) for name, text in texts if text is not None), None)
+        if best is None:
             return None
-        if found not in self._parsed:
-            self._parsed[found] = _parse(found[1], directory / found[0])
-        tokens = self._parsed[found]
+        name, text = best
+        if best not in self._parsed:
+            self._parsed[best] = _parse(text, directory / name)
+        tokens = self._parsed[best]
         if tokens is None:
-            self.notes.append(notice("unknown_tokenizer", str(directory / found[0])))
+            self.notes.append(notice("unknown_tokenizer", str(directory / name)))
         return tokens and _with_further_tokens(tokens, directory)
 
 
 def _parse(text: bytes, where: Path) -> Tokens | None:
-    """Read the file of a tokenizer; None if it is of another form than those of `_FILES`."""
+    """Read the file of a tokenizer; None if its content has an unknown form."""
     if where.name == "vocab.txt":
         lines = text.decode(errors="replace").removesuffix("\n").split("\n")
         return Tokens(_checked(zip(lines, count(), strict=False), where), {})
@@ -161,7 +162,7 @@ def _parse(text: bytes, where: Path) -> Tokens | None:
 
 
 def _with_further_tokens(tokens: Tokens, directory: Path) -> Tokens:
-    """Add what only tokenizer_config.json and added_tokens.json know of, as transformers does."""
+    """Add tokens that only tokenizer_config.json and added_tokens.json have, as transformers."""
     ids, added = dict(tokens.ids), dict(tokens.added)
     where = directory / TOKENIZER_CONFIG
     config = read_json(directory, TOKENIZER_CONFIG)
@@ -191,7 +192,7 @@ def _added_token(entry: Any, where: Path) -> tuple[str, int, dict[str, bool]]:
 
 
 def _checked(pairs: Iterable[tuple[Any, Any]], where: Path) -> dict[str, int]:
-    """Refuse tokens that are no text, and ids that are no row of anything."""
+    """Refuse tokens that are not text, and ids that cannot be the number of a row."""
     ids: dict[str, int] = {}
     for token, number in pairs:
         if not isinstance(token, str) or type(number) is not int or not 0 <= number < MAX_TOKENS:
@@ -203,7 +204,7 @@ def _checked(pairs: Iterable[tuple[Any, Any]], where: Path) -> dict[str, int]:
 # ---------------------------------------------------------------- aligning
 
 Vocabularies = tuple[Vocabulary, *tuple[Vocabulary | None, ...]]  # the base's, the models'
-Chosen = Mapping[str, tuple[int | None, TokenEntry]]  # tokens, and the inputs their rows are of
+Chosen = Mapping[str, tuple[int | None, TokenEntry]]  # tokens, and the inputs that have their rows
 
 
 def align(
@@ -221,11 +222,11 @@ def align(
     """Bring the rows of all models into the output's order, as the policy says.
 
     The policy is error, base or union, or the number of the model whose tokens the output has.
-    `directories` are where the tokenizers lie, the base's first; `names` and `weights` are the
-    models'; `chosen` has rows of single tokens. With `new_rows` other than "mean" models keep their
-    rows of new tokens, and those that lack one take the plain mean; with "merge_all" also of tokens
-    that the base has. Raises MismatchError, with a line for each model, where the policy does not
-    allow it.
+    `directories` have the tokenizers, the base's first; `names` and `weights` are the models';
+    `chosen` has rows of single tokens. With `new_rows` other than "mean", models keep their rows of
+    new tokens, and those that lack one take the plain mean; with "merge_all" this also holds for
+    tokens that the base has. Raises MismatchError, with a line for each model, if the policy does
+    not allow the models' tokens.
     """
     tokenizers = Tokenizers()
     vocabulary = tokenizers.vocabulary(base, "base", directories[0])
@@ -259,8 +260,8 @@ def align(
         notes.append(notice("new_tokens", tokens=_listed(new)))
     if rows > vocabulary.rows:
         notes.append(notice("more_rows", rows=rows, before=vocabulary.rows))
-    own = [None if v is None or v.tokens is None else v.tokens.ids for v in (vocabulary, *others)]
-    tokens = (None if order.tokens is None else {**order.tokens.ids, **added}, *own)
+    ids_of = [None if v is None or v.tokens is None else v.tokens.ids for v in every]
+    tokens = (None if order.tokens is None else {**order.tokens.ids, **added}, *ids_of)
     counts = (rows, vocabulary.rows, *(None if other is None else other.rows for other in others))
     if rows == vocabulary.rows and not differing and not chosen:
         same = Aligned(base, tuple(models), counts, tokens=tokens, notes=tuple(notes))
@@ -269,8 +270,8 @@ def align(
     files = _tokenizer_files(directories[number], order, every, added)
     chosen_rows = {ids[token]: _chosen_row(token, *given, every) for token, given in chosen.items()}
     forced = frozenset(ids[token] for token, (_, row) in chosen.items() if row.force)
-    # Models keep their own rows of tokens that are new, or with "merge_all" of those that only some
-    # models have; the others get the mean.
+    # Models keep their rows of new tokens, or with "merge_all" of tokens that only some models
+    # have; the others get the mean.
     merged = {"mean": {}, "merge": new}.get(new_rows, ids)
     split = [t for t in merged if t in new or len({t in v.ids for v in known if v.tokens}) == 2]
     kept = {token: ids[token] for token in (*chosen, *split) if ids[token] not in forced}
@@ -334,7 +335,7 @@ def _listed(tokens: Mapping[str, int]) -> str:
 
 
 def _order(every: Vocabularies, number: int, name: str) -> Vocabulary:
-    """Return the vocabulary whose order the output's rows have; refuse one that names no rows."""
+    """Return the vocabulary whose order the output's rows have; refuse one without tokens."""
     base, order = every[0], every[number]
     if order is None or (number and order.tokens is None):
         raise MismatchError(f"vocabulary: {name} has no tokenizer; choose a model that has one")
@@ -345,18 +346,18 @@ def _order(every: Vocabularies, number: int, name: str) -> Vocabulary:
 
 
 def _new_tokens(base: Vocabulary, models: Sequence[Vocabulary]) -> dict[str, None]:
-    """Return the tokens that only models have rows for, in the order they get in the output."""
+    """Return the tokens that only models have rows for, in their order in the output."""
     problems = [line for other in models for line in _obstacles(base, other)]
     if problems:
         raise MismatchError(*problems)
     if base.tokens is None:
         return {}
     ordered = (sorted(other.ids, key=other.ids.__getitem__) for other in models)
-    return dict.fromkeys(token for own in ordered for token in own if token not in base.ids)
+    return dict.fromkeys(t for tokens in ordered for t in tokens if t not in base.ids)
 
 
 def _numbered(order: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
-    """Give tokens that have no row the ids that their tokenizer has for them, or the next ones."""
+    """Return ids for tokens that have no row: those of their tokenizer, or the next free ones."""
     taken = order.tokens.ids if order.tokens else {}
     following = count(len(taken))
     added = {token: taken[token] if token in taken else next(following) for token in tokens}
@@ -369,7 +370,7 @@ def _numbered(order: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:
 def _chosen_row(
     token: str, number: int | None, row: TokenEntry, every: Vocabularies
 ) -> list[tuple[int, int, float]]:
-    """Return the owner of a chosen row, and its number there; nobody has a row of zeros."""
+    """Return the owner of a chosen row, and its number there; none for a row of zeros."""
     if number is None:
         return []
     owner = every[number]
@@ -410,7 +411,7 @@ def _tokenizer_files(
     every: Vocabularies,
     added: Mapping[str, int],
 ) -> dict[str, bytes]:
-    """Return the tokenizer files whose order the rows have, with further tokens in them."""
+    """Return the tokenizer's files with further tokens added; none if nothing is added."""
     if not added or (order.tokens and set(added) <= set(order.tokens.ids)):
         return {}
     if directory is None or order.tokens is None:
@@ -419,7 +420,7 @@ def _tokenizer_files(
     if tokenizer is None:
         raise MismatchError(f'{directory}: has no {TOKENIZER_FILE}; set vocabulary = "base"')
     flags: dict[str, Mapping[str, bool]] = dict.fromkeys(added, _FLAGS)
-    for vocabulary in (*reversed(every), order):  # the first that has it says how it is
+    for vocabulary in (*reversed(every), order):  # the last of them to have a token decides
         flags |= vocabulary.tokens.added if vocabulary and vocabulary.tokens else {}
     appended = {token: number for token, number in added.items() if token not in order.tokens.ids}
     listed = tokenizer.setdefault("added_tokens", [])
@@ -436,15 +437,15 @@ def _tokenizer_files(
             str(number): {"content": token, **flags[token]} for token, number in appended.items()
         }
         files[TOKENIZER_CONFIG] = dump_json(config, directory / TOKENIZER_CONFIG)
-    if (own := read_json(directory, ADDED_TOKENS_FILE)) is not None:
-        files[ADDED_TOKENS_FILE] = dump_json({**own, **appended}, directory / ADDED_TOKENS_FILE)
+    if (known := read_json(directory, ADDED_TOKENS_FILE)) is not None:
+        files[ADDED_TOKENS_FILE] = dump_json({**known, **appended}, directory / ADDED_TOKENS_FILE)
     return files
 
 
 PIECE = 1 << 16
 SMALLEST_PREFETCH_BYTES = 4096
 
-Rows = NDArray[np.int64]  # the input's row for each row of the output; -1: it has none
+Rows = NDArray[np.int64]  # the input's row for each row of the output; -1 if it has none
 Owners = Mapping[int, Sequence[tuple[int, int, float]]]  # inputs with a row: number, row, share
 Fill = Callable[[int, Raw], None]  # fills an array with a tensor's elements from a position on
 
@@ -454,22 +455,22 @@ Fill = Callable[[int, Raw], None]  # fills an array with a tensor's elements fro
 
 @dataclass(frozen=True)
 class RowOrigins:
-    """All that decides the origin of each row; the base is the first of the inputs."""
+    """Everything that decides the origin of each row; the base is the first of the inputs."""
 
-    order: Vocabulary  # that of the rows
+    order: Vocabulary  # the one whose order the rows have
     vocabularies: Vocabularies
     inputs: Sequence[Source]
     weights: Sequence[float]
     new: Mapping[str, int]  # tokens that the base has no row for
     chosen_rows: Owners  # of rows that the recipe chooses
-    forced: frozenset[int]  # those of them that no input has another row for
-    kept: Mapping[str, int]  # tokens whose own row a model keeps, if it has one
+    forced: frozenset[int]  # the chosen rows that replace the row of every input
+    kept: Mapping[str, int]  # tokens whose row a model keeps, if it has one
     rows: int
 
     def rows_of(self, other: Vocabulary) -> Rows:
-        """Return an input's row for each row of the output that counts.
+        """Return an input's row for each row of the output; -1 if it has none that counts.
 
-        New tokens may lie in the padding, so their rows are none of these.
+        New tokens may be in the padding, so the rows there do not count.
         """
         order = self.order
         shared = min(order.rows, other.rows)
@@ -523,7 +524,7 @@ def present(origins: RowOrigins) -> list[Source]:
     base, *models = inputs
     base_rows = origins.rows_of(vocabulary)
     mappings = [None if other is None else origins.rows_of(other) for other in others]
-    lent_rows = base_rows.copy()  # to models that have none
+    lent_rows = base_rows.copy()  # lent to models that lack a row
     lent_rows[list(origins.kept.values())] = -1
     stored = row_tensors(base, vocabulary.rows)
     owners = {name: origins.owners(info) for name, info in stored.items()}
@@ -552,9 +553,9 @@ def present(origins: RowOrigins) -> list[Source]:
 
 
 def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) -> RowTensor:
-    """Present a model's tensor, with the base's rows where it has none; of a delta, zeros.
+    """Present a model's tensor, with the base's rows where it has none; in a delta, zeros.
 
-    The base's rows are the base's to the bit: if the types differ, both are presented in float32.
+    The base's rows keep their bits: if the types differ, both are presented in float32.
     """
     if model.delta_of(info.name).drop is not None:
         raise MismatchError(f"{info.name}: its rows cannot be moved; first run `dare apply`")
@@ -568,7 +569,7 @@ def _model_tensor(model: Source, info: TensorInfo, rows: Rows, base: RowTensor) 
 
 
 class AlignedSource(SourceView):
-    """A source whose embedding and head have the output's rows, some of them of other sources."""
+    """A source whose embedding and head have the output's rows, some from other sources."""
 
     def __init__(
         self, inner: Source, inputs: Sequence[Source], rows: Mapping[str, RowTensor], decided: str
@@ -576,7 +577,7 @@ class AlignedSource(SourceView):
         presented = {name: tensor.info for name, tensor in rows.items()}
         super().__init__(inner, {**inner.tensors, **presented}, computed=rows, opened=inputs)
         self._rows = rows
-        self._decided = decided  # a digest of all that decides which row comes from where
+        self._decided = decided  # a digest of everything that decides where rows come from
 
     def fingerprint(self) -> list[Any]:
         return [*super().fingerprint(), self._decided]
@@ -591,7 +592,7 @@ class AlignedSource(SourceView):
 
 
 class RowTensor:
-    """A tensor whose rows come from another one, in runs, or, where it has none, from `fill`."""
+    """A tensor whose rows come from another one, in runs; missing ones come from `fill`."""
 
     def __init__(
         self, source: Source, stored: TensorInfo, kind: StorageType, rows: Rows, fill: Fill
@@ -617,14 +618,14 @@ class RowTensor:
                 self._read_stored(there, part)
 
     def prefetch(self, start: int, count: int) -> None:
-        """Pass on what is read from the source itself, unless it is little."""
+        """Pass on requests for the source's rows, except small ones."""
         size = self._stored.dtype.itemsize
         for begin, end, there in self._pieces(start, start + count):
             if there is not None and (end - begin) * size >= SMALLEST_PREFETCH_BYTES:
                 self._source.prefetch(self._stored.name, there, end - begin)
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int | None]]:
-        """Cut a range of elements where runs of rows end; say where each lies in the source."""
+        """Cut a range of elements where runs of rows end; add the start of each in the source."""
         if begin >= end:
             return
         top = begin // self._width
@@ -638,7 +639,7 @@ class RowTensor:
 
 
 def _begins_run(rows: Rows) -> NDArray[np.bool_]:
-    """Return whether each row does not simply follow the one before.
+    """Return for each row whether it begins a run, instead of continuing the one before.
 
     >>> _begins_run(np.array([0, 1, 2, -1, -1, 7])).tolist()
     [True, False, False, True, False, True]
@@ -661,7 +662,7 @@ def _fill_decoded(read: Fill, stored: StorageType, start: int, into: Raw) -> Non
 def _fill_means(
     base: TensorInfo, inputs: Sequence[Source], owners: Owners, start: int, into: Raw
 ) -> None:
-    """Fill in rows of tokens: Σ share · row of the inputs that have it; zeros if none has."""
+    """Fill in rows of tokens: Σ share · row over the inputs that have it; zeros if none has."""
     width, done = math.prod(base.shape[1:]), 0
     while done < into.size:
         row, column = divmod(start + done, width)
