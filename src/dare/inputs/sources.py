@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -48,7 +48,7 @@ MEAN_PIECE = 1 << 16  # elements of a mean that are computed at once
 
 Raw = NDArray[Any]  # elements as they are stored, flat
 
-EMPTY: Mapping[Any, Any] = MappingProxyType({})
+EMPTY: Mapping[Any, Any] = {}  # typed as read-only; a MappingProxyType could not be pickled
 
 
 class Drop(NamedTuple):

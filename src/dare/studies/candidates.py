@@ -4,7 +4,7 @@
     arrays = candidates.make({"drop_rate": 0.8}).arrays
     digest = candidates.write_into(model, {"drop_rate": 0.95, "weight.math": 0.7})
 
-A candidate has the very bytes that `merge` would write for its recipe, since both go the same way:
+A candidate has exactly the bytes that `merge` would write for its recipe, since both do the same:
 a plan is made for the same sources and carried out by the same workers.
 """
 
@@ -73,21 +73,21 @@ class Candidates:
     """
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
-        """Read all weights; `threads` make a candidate, else as many as its recipe says."""
+        """Read all weights; `threads` overrides the number of threads in the recipe."""
         request = make_request(recipe, threads=threads)
         given, self.options = request.recipe, request.options
         self.recipe, opened = open_recipe(given, self.options, rescales=False)
-        plan_inputs(self.recipe, opened, self.options)  # what cannot be merged is refused here
+        plan_inputs(self.recipe, opened, self.options)  # refuses models that cannot be merged
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
         self.names = tuple(opened.base.tensors)  # of the base's tensors
         self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
-        # By file: as the recipe has it, and as the hub's commit has it.
+        # By file: under its path in the recipe, and under that of the hub's commit.
         self._kept: dict[Path, tuple[Source, Held]] = {}
         for form in (given, self.recipe):
             files = (form.base, *(entry.file for entry in form.models))
             self._kept |= zip(files, zip(sources, held, strict=True), strict=True)
-        # Base and models that fit together, by how they are presented.
+        # Base and models that fit together, by the key of how they are presented.
         self._inputs = {
             _presentation_key(self.recipe): list[Source](map(HeldSource, sources, held))
         }
@@ -107,11 +107,11 @@ class Candidates:
         *,
         progress: Progress = lambda _nbytes: None,
     ) -> Candidate:
-        """Merge by the recipe with some settings changed, or by one that has some of its models.
+        """Merge by the recipe with some settings changed, or by a recipe with some of its models.
 
-        The arrays of an earlier candidate can be given to be filled again, which saves the time
-        that fresh memory takes. `progress` is called with bytes that were read, in the threads that
-        read them; what it raises ends the merge.
+        The arrays of an earlier candidate can be given to be filled again, which saves the time to
+        allocate memory. `progress` is called with the number of bytes read, in the threads that
+        read them; an exception that it raises ends the merge.
         """
         recipe, plan = self._plan(settings)
         arrays = make_arrays(plan) if into is None else check_arrays(plan, into)
@@ -123,9 +123,9 @@ class Candidates:
     ) -> str:
         """Merge into a torch module, or a dict of tensors or arrays, in place; return the digest.
 
-        Its tensors may have a wider type than the merged weights, and lie on any device. Those that
-        the base does not have are left alone. After a failure in the middle some tensors are of
-        this candidate and some of the one before; the next call mends that.
+        Its tensors may have a wider type than the merged weights, and be on any device. Tensors
+        that the base lacks are not changed. After a failure some tensors belong to this candidate
+        and some to the one before; the next call repairs that.
         """
         _, plan = self._plan(settings)
         arrays = arrays_of(model)
@@ -134,12 +134,12 @@ class Candidates:
             return _merge_into(plan, find_homes(plan, arrays, names))
 
     def _plan(self, settings: Mapping[str, Any] | Recipe | Request | None) -> tuple[Recipe, Plan]:
-        if isinstance(settings, Request):  # how it runs was said at the beginning
+        if isinstance(settings, Request):  # its options do not count: those of the beginning do
             settings = settings.recipe
         recipe = settings if isinstance(settings, Recipe) else self.recipe_for(settings or {})
         arrangement = _presentation_key(recipe)
         inputs = self._inputs.get(arrangement) or self._open(recipe)
-        if not recipe.weighs_rows:  # else there are as many as there are weights
+        if not recipe.weighs_rows:  # else there would be one for each combination of weights
             self._inputs[arrangement] = inputs
         base, *models = inputs
         aligned = Aligned(base, tuple(models))
@@ -147,33 +147,33 @@ class Candidates:
         return recipe, plan_inputs(recipe, opened, self.options)
 
     def _open(self, recipe: Recipe) -> list[Source]:
-        """Fit some of the models together as if there were no others, which may change them.
+        """Fit some of the models together without the others, which may present them differently.
 
-        Names that are one tensor in one model need not be so in all, for example.
+        For example, names that are one tensor in these models may be several in another one.
         """
         files = (recipe.base, *(entry.file for entry in recipe.models))
         if unknown := [str(file) for file in files if file not in self._kept]:
             known = ", ".join(map(str, self._kept))
             raise InputError(f"{some_of(unknown)}: is not a model of the study; these are: {known}")
         _, opened = open_recipe(recipe, self.options, rescales=False)
-        found: list[Source] = []
+        fitted: list[Source] = []
         for file, source in zip(files, (opened.base, *opened.models), strict=True):
             earlier, held = self._kept[file]
             if _file_stamps(source) != _file_stamps(earlier):
                 changed = ", ".join(map(str, source.files))
                 raise InputError(f"{changed}: changed since it was read; run the search again")
             is_same = not recipe.weighs_rows and source.fingerprint() == earlier.fingerprint()
-            found.append(HeldSource(source, held) if is_same else source)
-        return found
+            fitted.append(HeldSource(source, held) if is_same else source)
+        return fitted
 
 
 def _file_stamps(source: Source) -> list[Any]:
-    """Return sizes, times and places of its files, which a new name does not change."""
+    """Return sizes, times and inodes of a source's files, which renaming does not change."""
     return [stamp[:-1] for stamp in stamps_of(source)]
 
 
 def _presentation_key(recipe: Recipe) -> tuple[Any, ...]:
-    """Return what decides how a recipe's inputs are presented; all else leaves them as they are."""
+    """Return everything in a recipe that decides how its inputs are presented."""
     return (
         recipe.base,
         tuple(entry.file for entry in recipe.models),
@@ -195,8 +195,8 @@ def _merge_into(plan: Plan, homes: Mapping[str, Home], progress: Progress = lamb
 # ---------------------------------------------------------------- forms for evaluators
 
 
-# A form makes one candidate after the other, each in place of the last, and returns the digest of
-# its weights; `candidate` is what the evaluator is given.
+# A form makes one candidate after the other, each replacing the last, and returns the digest of its
+# weights; `candidate` is passed to the evaluator.
 
 
 def make_form(
@@ -207,7 +207,7 @@ def make_form(
     load_model: LoadModel | None = None,
 ) -> Form:
     """Return a maker of candidates as arrays (`tensors`), a torch module (`model`) or a `path`."""
-    quiet = options.changed(verbose=False)  # many candidates would repeat it
+    quiet = options.changed(verbose=False)  # many candidates would repeat the same lines
     if form == "path":
         return _OnDisk(recipe, work, quiet)
     # Base and models are read when the first candidate is made.
@@ -218,7 +218,7 @@ def make_form(
 class _InMemory:
     """NumPy arrays by name. They cannot be written to, and the next candidate overwrites them."""
 
-    names: Sequence[str] = ()  # of the base's tensors, which a live model may have other names for
+    names: Sequence[str] = ()  # of the base's tensors, for a live model with other names
 
     def __init__(self, held: Callable[[], Candidates]) -> None:
         self._held = held
@@ -232,7 +232,7 @@ class _InMemory:
         into = self._arrays if shape == self._shape else None
         self._shape, self.candidate = None, {}
         if into is None:
-            self._arrays = {}  # before others take as much memory again
+            self._arrays = {}  # frees their memory before new ones are made
         made = self._held().make(recipe, into)
         self._arrays, self._shape = made.arrays, shape
         self.candidate = {name: array.view() for name, array in made.arrays.items()}
@@ -245,7 +245,7 @@ class _InMemory:
 
 
 class _Live:
-    """A torch module, which each candidate is written into."""
+    """A torch module into which each candidate is written."""
 
     def __init__(
         self, recipe: Recipe, held: Callable[[], Candidates], load_model: LoadModel | None
@@ -274,7 +274,7 @@ class _Live:
 
 
 class _OnDisk:
-    """A directory if the base is one, otherwise a file; it lies in a folder that goes away."""
+    """A directory if the base is one, otherwise a file; it is in a temporary folder."""
 
     names: Sequence[str] = ()
 
@@ -289,8 +289,8 @@ class _OnDisk:
         self.close()
         self._folder = temporary_folder(self._work)
         self.candidate = Path(self._folder.name).absolute() / self._name
-        there = recipe.changed(output=self.candidate)
-        return merge(Request(there, self._options), resume=False).digests.output
+        to_write = recipe.changed(output=self.candidate)
+        return merge(Request(to_write, self._options), resume=False).digests.output
 
     def close(self) -> None:
         if self._folder is not None:
@@ -302,7 +302,7 @@ Form = _InMemory | _Live | _OnDisk
 
 
 def temporary_folder(work: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in `work`, or wherever temporary files go."""
+    """Make a folder in `work`, or in the usual place for temporary files."""
     try:
         if work is not None:
             work.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The conclusion of a study: the best, what it cannot be told apart from, and caveats.
+"""The conclusion of a study: the best, others that may be as good, and caveats.
 
 A judge applies the objective and the guards; a comparison has all settings and baselines that one
-evaluator has scored on all items. The best of them is the answer, be it a model as it is. A holdout
-only reports.
+evaluator has scored on all items. The best of them is the answer, even if it is an unmerged model.
+A holdout only reports.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
 
 
 def _contenders(recipe: Recipe, trials: Iterable[Trial]) -> list[Contender]:
-    """Put done trials together by name or setting, but for the one that tells the noise."""
-    found: dict[str, list[Trial]] = {}
+    """Group done trials by name or setting, except the one that measures the noise."""
+    groups: dict[str, list[Trial]] = {}
     for trial in trials:
         if trial.is_done and trial.scored is not None and trial.role not in NOT_COMPARED:
-            found.setdefault(trial.name or key_of(trial.settings), []).append(trial)
-    return [_contender(recipe, same, same[0].name) for same in found.values()]
+            groups.setdefault(trial.name or key_of(trial.settings), []).append(trial)
+    return [_contender(recipe, same, same[0].name) for same in groups.values()]
 
 
 def _contender(recipe: Recipe, trials: Sequence[Trial], name: str) -> Contender:
@@ -112,7 +112,7 @@ def _contender(recipe: Recipe, trials: Sequence[Trial], name: str) -> Contender:
 
 
 def _complexity(recipe: Recipe, ranked: Ranked) -> tuple[int, ...]:
-    """Return what it needs: no search, few stages that see little, no drops, few settings."""
+    """Return a key that sorts by complexity: baselines first, then by stages, drops, settings."""
     if ranked.baseline:
         return 0, list(Role).index(ranked.role)
     made = with_settings(recipe, ranked.settings)
@@ -146,20 +146,20 @@ class _Comparison:
         equal = [n for n in kept if self.table.values[n] == top]
         simplicity = [_complexity(recipe, ranked) for ranked in self.results]
         self.best = min(equal, key=simplicity.__getitem__, default=None)
-        self.others = [n for n in kept if n != self.best]  # those that keep to the guards
+        self.others = [n for n in kept if n != self.best]  # all others that keep to the guards
 
     def difference(self, one: int, other: int) -> Difference:
-        """Return one minus another, by an interval that holds for all pairs at once."""
+        """Return one minus another, with an interval that holds for all pairs at once."""
         value = self.table.difference(one, other)
         return Difference(self.results[other].short, value, verdict(value))
 
     def digests(self, place: int) -> set[object]:
-        """Return the digests of its weights; one that is not known is like no other."""
+        """Return the digests of an entry's weights; an unknown digest differs from all others."""
         return {trial.digest or id(trial) for trial in self.entries[place].trials}
 
 
 def _noise(baselines: Sequence[Trial], judge: Judge) -> float | None:
-    """Return how far two scorings of the same weights are apart."""
+    """Return the difference between two scorings of the same weights."""
     once, again = (
         _mean_objective([t for t in baselines if t.name == role], judge)
         for role in (Role.AVERAGE, Role.AGAIN)
@@ -168,7 +168,7 @@ def _noise(baselines: Sequence[Trial], judge: Judge) -> float | None:
 
 
 def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
-    """Return the mean over those that are done; None if none is."""
+    """Return the mean objective of the trials that are done; None if none is."""
     scores = [t.scored.scores for t in trials if t.is_done and t.scored is not None]
     return fmean(map(judge.objective.value, scores)) if scores else None
 
@@ -176,17 +176,17 @@ def _mean_objective(trials: Sequence[Trial], judge: Judge) -> float | None:
 def _holdout(
     data: StudyData, chosen_by: _Comparison, best: Ranked
 ) -> tuple[Holdout | None, _Comparison | None, list[Notice]]:
-    """Compare the best, on the second evaluator, with all else that was scored there."""
+    """Compare the best, on the second evaluator, with everything else that was scored there."""
     judge, recipe = chosen_by.judge, chosen_by.recipe
     name = best.baseline or Role.WINNER
-    own = [trial for trial in data.holdout if trial.name == name]
-    done = [trial for trial in own if trial.is_done and trial.scored is not None]
+    of_best = [trial for trial in data.holdout if trial.name == name]
+    done = [trial for trial in of_best if trial.is_done and trial.scored is not None]
     roles = (Role.WINNER, Role.EARLIER_WINNER)
     looks = max(1, len({key_of(t.settings) for t in data.holdout if t.name in roles}))
     if not done:
-        problems = [f"The winner has no score on the holdout: {t.message}" for t in own[-1:]]
+        problems = [f"The winner has no score on the holdout: {t.message}" for t in of_best[-1:]]
         failed = [notice("holdout_failed", problem=problem) for problem in problems]
-        is_outdated = not own and any(trial.name in roles for trial in data.holdout)
+        is_outdated = not of_best and any(trial.name in roles for trial in data.holdout)
         return None, None, [*failed, *([notice("holdout_outdated")] if is_outdated else [])]
     try:
         others = _contenders(recipe, (t for t in data.holdout if t.name not in (name, *roles)))
@@ -211,9 +211,9 @@ def _holdout(
 
 
 def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[TaskScores]:
-    """Yield objective and scores of the best beside base, best single model and average.
+    """Yield objective and scores of the best, with those of base, best single model and average.
 
-    Scores are those `shown`; which single model is best at a task, the comparison says.
+    Scores are from `shown`; the `comparison` decides which single model is best at a task.
     """
     judge, winner = comparison.judge, shown.entries[best]
     known = {entry.name: entry for entry in shown.entries if entry.name} | {winner.name: winner}
@@ -248,7 +248,7 @@ def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[T
 
 
 def _holdout_notices(comparison: _Comparison, holdout: Holdout) -> Iterator[Notice]:
-    """Say what the scores of the best on the holdout mean; they change nothing."""
+    """Say what the scores of the best on the holdout mean; the choice stays the same."""
     kept = {ranked.short for ranked in comparison.results if not ranked.broken}
     if better := [d.other for d in holdout.against if d.verdict == WORSE and d.other in kept]:
         yield notice("holdout_disagrees", names=listed(better))
@@ -276,7 +276,7 @@ def _chance_notices(comparison: _Comparison) -> Iterator[Notice]:
 
 
 def _guard_notices(comparison: _Comparison) -> Iterator[Notice]:
-    """Say that nothing keeps to the guards, and what the best of all breaks."""
+    """Say that no candidate keeps to the guards, and which ones the best of all breaks."""
     first = max(comparison.results, key=lambda ranked: ranked.objective.value)
     broken, count = "; ".join(first.broken), counted(len(comparison.results), "candidate")
     yield notice("all_break_guards", candidates=count, first=first.label, broken=broken)
@@ -285,7 +285,7 @@ def _guard_notices(comparison: _Comparison) -> Iterator[Notice]:
 def _selection_notices(
     comparison: _Comparison, noise: float | None, data: StudyData
 ) -> Iterator[Notice]:
-    """Say what the number of the others, and their distance, mean for the best."""
+    """Say what the number of the others, and their distance, mean for the choice."""
     table, best, others = comparison.table, comparison.best, comparison.others
     assert best is not None
     different = [n for n in others if comparison.digests(n) != comparison.digests(best)]
@@ -305,7 +305,7 @@ def _selection_notices(
 
 
 def _seed_notices(data: StudyData, best: Contender) -> Iterator[Notice]:
-    """Say what more seeds might show."""
+    """Say that more seeds would help."""
     count = len(best.trials)
     if best.name or not best.is_random:
         return

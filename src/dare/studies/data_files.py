@@ -9,8 +9,8 @@
     image, label                  the same as text, for an image: a path relative to the file
     text                          bits that the model needs for a byte of it; fewer are better
 
-A third of the examples is held out of all choosing. A hash of the group decides, or of the input
-where there is no group, and nothing else in the file: equal inputs are on the same side.
+A third of the examples is held out: it is never used to choose. Only a hash decides, of the group,
+or of the input if there is no group, so that equal inputs are on the same side.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from dare.errors import InputError, did_you_mean, no_such_file
 
 _TABLES = tomllib.loads(files("dare.studies").joinpath("data_files.toml").read_text("utf-8"))
 SYNONYMS: dict[str, list[str]] = _TABLES["synonyms"]  # other names of our columns
-MOST_ROWS = 30_000  # of a file are read
-MOST_EXAMPLES = 3_000  # are kept of these, by their hashes
-MOST_CHARACTERS = 20_000  # of a text are used
+MOST_ROWS = 30_000  # the rows of a file that are read
+MOST_EXAMPLES = 3_000  # the examples that are kept of these, by their hashes
+MOST_CHARACTERS = 20_000  # the characters of a text that are used
 FEWEST_GROUPS = 12
 FEWEST_ON_A_SIDE = 2
-HELD_OUT_OF = 3  # one example of so many is held out
+HELD_OUT_OF = 3  # one example in this many is held out
 ALIKE_WORDS = 8  # with fewer different words, only equal texts are alike
-ALIKE_SHARE = 0.8  # of all words of two texts are in both
-ALIKE_CHARACTERS = 2_000  # of a text are compared
+ALIKE_SHARE = 0.8  # the share of the words of two texts that must be in both
+ALIKE_CHARACTERS = 2_000  # the characters of a text that are compared
 MOST_COMPARED = 20  # texts with the same rare word
-NOTICED_SHARE = 0.05  # of examples that are like others
+NOTICED_SHARE = 0.05  # the share of similar examples above which there is a notice
 REASONED = re.compile(r"(?s)(.*)\n\s*####\s*(\S[^\n]*?)\s*")  # GSM8K's: reasoning, then the answer
 NUMBER = re.compile(
     r"(?<![\w/])-?(?:\d[\d,]*/[1-9]\d*|(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?)"
@@ -66,7 +66,7 @@ class TaskForm:
     direction: int = 1  # -1 if less is better
 
 
-FORMS = {name: TaskForm(**own) for name, own in _TABLES["forms"].items()}
+FORMS = {name: TaskForm(**table) for name, table in _TABLES["forms"].items()}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Task:
         return FORMS[self.form].direction
 
     def ids(self, held_out: bool) -> list[str]:
-        """Return the ids of the examples for choosing, or of those that are held out of it."""
+        """Return the ids of the examples for choosing, or of those that are held out."""
         return [example.id for example in self.examples if example.is_held_out == held_out]
 
 
@@ -351,8 +351,8 @@ def _choices(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
             raise InputError(f"{file}: {where}: choices must be a list of two or more different")
         read.append({"prompt": str(row["prompt"]), "choices": choices})
     answers = [str(row["answer"]).strip() for _, row in rows]
-    found = (_read_choice(a, values["choices"]) for a, values in zip(answers, read, strict=True))
-    best = min(zip(*found, strict=True), key=lambda indices: indices.count(None))  # for all rows
+    ways = (_read_choice(a, values["choices"]) for a, values in zip(answers, read, strict=True))
+    best = min(zip(*ways, strict=True), key=lambda indices: indices.count(None))  # for all rows
     for (where, _), answer, index, values in zip(rows, answers, best, read, strict=True):
         if index is None:
             how = "the answer must be the text of a choice, its number from 0 on, or its letter"
@@ -362,7 +362,7 @@ def _choices(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _read_choice(answer: str, choices: list[str]) -> tuple[int | None, ...]:
-    """Return the choice that an answer means as a text, as a number and as a letter."""
+    """Return the choice that an answer denotes: read as a text, as a number and as a letter."""
     letter, letters = answer.strip("().").upper(), list(string.ascii_uppercase[: len(choices)])
     return (
         choices.index(answer) if answer in choices else None,
@@ -375,7 +375,7 @@ def _read_choice(answer: str, choices: list[str]) -> tuple[int | None, ...]:
 
 
 def _answers(_file: Path, rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Read right answers (`answers`) and what a model would write in full (`written`)."""
+    """Read right answers (`answers`) and the full texts that a model would write (`written`)."""
     read: list[dict[str, Any]] = []
     for _, row in rows:
         given = row.get("answer", [])
@@ -415,10 +415,10 @@ def _comparison(examples: Sequence[TaskExample]) -> str:
 
 
 def is_right(values: Mapping[str, Any], output: str) -> bool:
-    """Tell if what a model wrote is right: matches the pattern, or equals one of the answers.
+    """Tell if a model's output is right: it matches the pattern, or equals one of the answers.
 
-    If the answer is a number, the last number counts. What follows `####` is the answer where the
-    file has that. Case, spaces and punctuation at the ends do not matter.
+    If the answer is a number, the last number counts. If the file uses `####`, the answer follows
+    it. Case, spaces and punctuation at the ends do not matter.
 
     >>> is_right({"answers": ["1200"]}, "That is 3 × 400 = 1,200.")
     True
@@ -440,7 +440,7 @@ def is_right(values: Mapping[str, Any], output: str) -> bool:
 
 
 def _number(text: str) -> tuple[Fraction] | None:
-    """Return the number that a text is, if it is one and nothing else; a currency may be there."""
+    """Return a text as a number, if it is only a number, perhaps with a currency; else None."""
     plain = text.strip().strip("$€£%").strip()
     return (_value(plain),) if NUMBER.fullmatch(plain) else None
 
@@ -458,29 +458,29 @@ def _normalised(text: str) -> str:
 
 
 def count_alike(texts: Sequence[str]) -> int:
-    """Count the texts that are equal to others, or nearly so: most of their words are the same.
+    """Count the texts that are equal to others, or nearly: most of their words are the same.
 
-    Texts that differ in a number are different. Two texts that share most words share one of their
-    rarest, so that few have to be compared.
+    Texts with different numbers are different. Two texts that share most words also share one of
+    their rarest words, so only few have to be compared.
 
     >>> a = "Ann took the early train to Rome and saw her old friend"
     >>> count_alike([a, a.replace("Ann", "Bob"), "Yes", "yes", "No"])
     4
     """
     words = [frozenset(re.findall(r"\w+", text[:ALIKE_CHARACTERS].casefold())) for text in texts]
-    counts = Counter(word for own in words for word in own)
+    counts = Counter(word for of_text in words for word in of_text)
     known: dict[object, list[int]] = defaultdict(list)
     alike: set[int] = set()
-    for number, own in enumerate(words):
+    for number, of_text in enumerate(words):
         keys: list[object] = [_normalised(texts[number])]
-        if len(own) >= ALIKE_WORDS:
-            rare = sorted(own, key=lambda word: (counts[word], word))
-            keys += [(word,) for word in rare[: len(own) - math.ceil(ALIKE_SHARE * len(own)) + 1]]
+        if (size := len(of_text)) >= ALIKE_WORDS:
+            rare = sorted(of_text, key=lambda word: (counts[word], word))
+            keys += [(word,) for word in rare[: size - math.ceil(ALIKE_SHARE * size) + 1]]
         for key in keys:
             near = (
                 other
                 for other in known[key][-MOST_COMPARED:]
-                if isinstance(key, str) or _is_alike(own, words[other])
+                if isinstance(key, str) or _is_alike(of_text, words[other])
             )
             if (other := next(near, None)) is not None:
                 alike |= {number, other}

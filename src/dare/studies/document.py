@@ -1,4 +1,4 @@
-"""A study read from its file, its result, and everything that page, terminal and notebook show."""
+"""A study read from its file, its result, and its document for page, terminal and notebook."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ from dare.studies.study import BASELINE, HOLDOUT, Study
 
 SAME_IN_CHARTER = ("recipe", "space", "sampler", "evaluator", "objective", "guards")
 SIGNED = ", found by `dare search`."
-"""The end of a recipe's first line, after its study: a search writes over that one's only."""
+"""The end of a recipe's first line, after its study: a search overwrites only recipes of its own
+study."""
 EXAMPLES = "data"  # the kind of evaluator that reads files of examples
 MOST_NAMED = 4  # candidates or models that are named in a sentence; more are counted
 MOST_TASKS = 8  # tasks in the terminal
@@ -107,17 +108,17 @@ class SearchResult(Shown):
         return {**document, "answer": str(self), "conclusion": conclusion, "recipes": recipes}
 
     def document(self, *, rows: int = 0, outputs: bool = False) -> Document:
-        """Return everything that is to be shown: in a terminal one screen, on a page all of it.
+        """Return everything to show: in a terminal one screen, on a page all of it.
 
-        With `rows`, a terminal shows the differences and so many settings too; with `outputs`, what
-        the evaluators of failed trials printed.
+        With `rows`, a terminal also shows the differences and that many settings; with `outputs`,
+        also what the evaluators of failed trials printed.
         """
         made = study_document(self.data, self.conclusion, rows=rows, outputs=outputs)
         details = f"dare search show {shlex.quote(str(self.study))}"
         return replace(made, steps={**made.steps, **({} if rows else {"details": details})})
 
     def to_markdown(self) -> str:
-        """Return the scores of the best by task, with a sentence on what they were measured on."""
+        """Return the scores of the best by task, with a sentence on how they were measured."""
         table = task_table(self.conclusion)
         heads = [name.removesuffix(" >") for name in table.columns]
         rule = ["---:" if name.endswith(" >") else "---" for name in table.columns]
@@ -158,13 +159,13 @@ class SearchResult(Shown):
 
 
 def read_result(path: Path) -> SearchResult:
-    """Return what a study shows by now, also while others work on it."""
+    """Return the result of a study so far, even while others work on it."""
     with closing(Study(path)) as study:
         return result_of(study)
 
 
 def result_of(study: Study) -> SearchResult:
-    """Return what an open study shows by now."""
+    """Return the result of an open study so far."""
     data, conclusion = read_study(study)
     ranked = conclusion.best
     best = None if ranked is None or ranked.role in NOT_MERGED else recipe_of(data, ranked)
@@ -172,7 +173,7 @@ def result_of(study: Study) -> SearchResult:
 
 
 def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Conclusion]:
-    """Return all that a study holds, and the conclusion from it."""
+    """Return all data of a study, and the conclusion from it."""
     charter = study.charter
     recipe = request_from_document(charter.recipe, str(study.path)).recipe
     latest = {placed.place: placed.trial for placed in study.trials()}  # a retry comes later
@@ -199,11 +200,11 @@ def read_study(study: Study, *, resamples: int = 2000) -> tuple[StudyData, Concl
 
 
 def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
-    """Return what was scored on the holdout, under the names that hold now.
+    """Return what was scored on the holdout, under the current names.
 
-    Candidates are kept by their settings: a search that went on may have another winner.
+    Candidates are kept by their settings: if the search continued, the winner may be another.
     """
-    keys = {key_of(found.settings): role for role, found in winners(conclusion).items()}
+    keys = {key_of(ranked.settings): role for role, ranked in winners(conclusion).items()}
     named = []
     for trial in scored:
         if not trial.settings:
@@ -216,11 +217,11 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
 
 
 def winners(conclusion: Conclusion) -> dict[Role, Ranked]:
-    """Return the best, if it is a setting, and the best setting besides."""
+    """Return the best, if it is a setting, and the best of the other settings."""
     best = conclusion.best
-    found = {} if best is None or best.baseline else {Role.WINNER: best}
+    winner = {} if best is None or best.baseline else {Role.WINNER: best}
     rest = [ranked for ranked in conclusion.ranking if ranked != best and not ranked.broken]
-    return found | ({Role.RUNNER_UP: rest[0]} if rest else {})
+    return winner | ({Role.RUNNER_UP: rest[0]} if rest else {})
 
 
 # ---------------------------------------------------------------- the document
@@ -229,10 +230,10 @@ def winners(conclusion: Conclusion) -> dict[Role, Ranked]:
 def study_document(
     data: StudyData, conclusion: Conclusion, *, rows: int = 0, outputs: bool = False
 ) -> Document:
-    """Return what to do, how sure that is, and the scores by task; all else comes below.
+    """Return what to do, how sure that is, and the scores by task; everything else comes below.
 
-    With `rows`, a terminal shows what comes below too, and so many settings; with `outputs`, also
-    what failed trials printed.
+    With `rows`, a terminal also shows what comes below, with that many settings; with `outputs`,
+    also what failed trials printed.
     """
     title, tone, sure = headline(data, conclusion)
     held = conclusion.holdout.against if conclusion.holdout else ()
@@ -286,11 +287,11 @@ def _filled(tables: Iterable[Table]) -> tuple[Table, ...]:
     return tuple(table for table in tables if table.rows)
 
 
-# ---------------------------------------------------------------- what decides
+# ---------------------------------------------------------------- the answer
 
 
 def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
-    """Return what to do, how good the news is, and how sure it is in a sentence."""
+    """Return what to do, how good the news is, and a sentence on how sure it is."""
     best = conclusion.best
     if best is None:
         return f"No answer: {conclusion.failure}", Tone.POOR, ""
@@ -317,7 +318,7 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
 
 
 def _merge_words(data: StudyData, ranked: Ranked) -> str:
-    """Return a merge in words, with its models."""
+    """Describe a merge in words, with its models."""
     made = recipe_of(data, ranked)
     names = made.names
     of = f"of {listed(names) if len(names) <= MOST_NAMED else counted(len(names), 'model')}"
@@ -328,7 +329,7 @@ def _merge_words(data: StudyData, ranked: Ranked) -> str:
 
 
 def setting_words(settings: Settings) -> str:
-    """Return settings as people say them.
+    """Describe settings in words.
 
     >>> setting_words({"method": "dare+ties", "drop_rate": 0.5, "include.math": False})
     'dare+ties, drop rate 0.5, without math'
@@ -344,7 +345,7 @@ def setting_words(settings: Settings) -> str:
 
 
 def _name_of(ranked: Ranked) -> str:
-    """Return a candidate as a sentence names it."""
+    """Return a candidate's name for a sentence."""
     if ranked.baseline:
         return ranked.baseline if ranked.role is Role.SINGLE else f"the {ranked.baseline}"
     return f"{setting_words(ranked.settings) or 'the recipe'} ({ranked.short})"
@@ -356,7 +357,7 @@ def has_no_items(conclusion: Conclusion) -> bool:
 
 
 def facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:
-    """Yield label and sentence of what decides."""
+    """Yield the facts behind the answer, each with its label."""
     if conclusion.tasks:
         yield "Measured", _measured_text(conclusion)
     if data.evaluator.startswith(f"{EXAMPLES}:"):
@@ -366,7 +367,7 @@ def facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str, str]]:
 
 
 def _measured_text(conclusion: Conclusion) -> str:
-    """Return on how much the scores by task were measured, and whether that has chosen."""
+    """Say how many examples the scores by task are from, and if they were used to choose."""
     counts = sorted({task.items for task in conclusion.tasks if task.name})
     examples = "scores without items" if not counts or not counts[0] else f"{counts[0]:,} examples"
     if len(counts) > 1 and counts[0]:
@@ -377,7 +378,7 @@ def _measured_text(conclusion: Conclusion) -> str:
 
 
 def holdout_text(holdout: Holdout) -> str:
-    """Return the winner on held-out data, beside the same weights where they were chosen."""
+    """Compare the winner's score on held-out data with its score where it was chosen."""
     where, loss = f"{value_text(holdout.validation)} where it was chosen", holdout.loss
     change = f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
     change = "no change" if abs(loss) <= ROUNDING else change
@@ -385,7 +386,7 @@ def holdout_text(holdout: Holdout) -> str:
 
 
 def list_evidence(data: StudyData, conclusion: Conclusion) -> Iterator[str]:
-    """Yield the evidence for what is taken, and against it, a line each."""
+    """Yield the evidence for and against the choice, one line each."""
     title, _, sure = headline(data, conclusion)
     yield f"The best: {title}. {sure}"
     held = conclusion.holdout.against if conclusion.holdout else ()
@@ -405,7 +406,7 @@ def _evidence(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
 
 
 def progress_text(data: StudyData) -> str:
-    """Return how many of the planned trials are done, and what became of the others."""
+    """Return how many of the planned trials are done, and the states of the others."""
     counts = Counter(trial.state for trial in data.trials)
     planned = counted(data.planned, "trial")
     others = [f"{counts[s]} {s}" for s in (State.STOPPED, State.FAILED, State.RUNNING) if counts[s]]
@@ -413,7 +414,7 @@ def progress_text(data: StudyData) -> str:
 
 
 def objective_text(weights: dict[str, float]) -> str:
-    """Return what is to be large.
+    """Return the objective in words.
 
     >>> objective_text({}), objective_text({"add": 1.0}), objective_text({"add": 1.0, "loss": -2.0})
     ('the mean of all scores', 'add', 'the mean of add and loss × -2')
@@ -442,7 +443,7 @@ def _study_facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str,
 
 
 def task_table(conclusion: Conclusion) -> Table:
-    """Return the scores of the best by task, beside those that need no search."""
+    """Return the scores of the best by task, beside those of base, single models and average."""
 
     def cell(estimate: Estimate | None, task: TaskScores) -> str:
         return "" if estimate is None else score_text(estimate, is_share=task.is_share)
@@ -478,7 +479,7 @@ def score_text(estimate: Estimate, *, is_share: bool) -> str:
 
 
 def _change_text(task: TaskScores) -> str:
-    """Return what a task won or lost against the best single model, and if that may be chance."""
+    """Return a task's gain or loss against the best single model, and if it may be chance."""
     if task.change is None:
         return ""
     value, verdict = task.change.estimate.value, task.change.verdict
@@ -499,7 +500,7 @@ def _differences(against: Sequence[Difference], title: str, hint: str = "") -> T
 
 
 def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) -> Table:
-    """Return settings or baselines with their scores, as many as a terminal has room for."""
+    """Return settings or baselines with their scores, with optional columns for wide terminals."""
     given = {f"{n} >": lambda item, n=n: value_text(item.settings.get(n)) for n in names}
     columns: dict[str, Callable[[Ranked], str]] = {
         "trial" if names else "": lambda i: i.short.partition(" ")[2] if names else i.short,
@@ -519,7 +520,7 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) 
 
 
 def _trials(data: StudyData) -> Iterator[Part]:
-    """Yield what all trials share, and all trials as a table."""
+    """Yield the settings that all trials share, and all trials as a table."""
     scores, trials = data.score_names, data.all_trials
     settings, shared = split_settings(data)
     if shared:

@@ -1,6 +1,6 @@
-"""The figure of a study, the ranking of settings and baselines, with the numbers it shows.
+"""The figure of a study: the ranking of settings and baselines, with its numbers.
 
-The texts are in `figures.toml`. Names of settings and scores come from outside: they are values in
+The texts are in `figures.toml`. Names of settings and scores come from users: they are values in
 rows, never part of an expression.
 """
 
@@ -23,7 +23,7 @@ from dare.documents.words import counted, value_text
 from dare.studies.results import Conclusion, Ranked, StudyData, rounded, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
-FAR = 20  # a baseline further from the settings than so many times their range stands at the edge
+FAR = 20  # a baseline that is further from the settings than this times their range is at the edge
 KINDS = ("best", "may be as good", "other setting", "baseline")
 SHORT = ".4~g"
 TEXTS = read_texts("dare.studies")
@@ -85,8 +85,8 @@ def _ranking_rows(conclusion: Conclusion) -> list[Row]:
         return {"name": ranked.short, "settings": settings, "kind": kind, **_estimate(ranked)}
 
     settings, others = (
-        [row for row in map(make_row, found) if row["objective"] is not None]
-        for found in (conclusion.ranking[:MOST_RANKED], conclusion.baselines)
+        [row for row in map(make_row, ranked) if row["objective"] is not None]
+        for ranked in (conclusion.ranking[:MOST_RANKED], conclusion.baselines)
     )
     shown = settings or others
     low, high = (
@@ -102,13 +102,13 @@ def _ranking_rows(conclusion: Conclusion) -> list[Row]:
 
 
 def _within(value: float, low: float, high: float, reach: float) -> float:
-    """Return where a value is drawn: at an edge if it would squeeze those from low to high."""
+    """Return where to draw a value: at an edge, if it is too far from the others to show both."""
     room = ((high - low) or abs(high) or 1.0) * reach
     return min(max(value, low - room), high + room)
 
 
 def _estimate(ranked: Ranked) -> Row:
-    """Return an objective with its interval; both ends are its value where it has none."""
+    """Return an objective with its interval; without one, both ends are its value."""
     value = rounded(ranked.objective.value)
     low, high = (
         value if end is None or not math.isfinite(end) else rounded(end)

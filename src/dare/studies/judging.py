@@ -1,7 +1,7 @@
 """The demands on scores: an objective and guards, which a judge applies.
 
-The objective is the weighted mean of scores, each with a weight that is negative where less is
-better. A guard is a bound on a score: `english:max:1.25`, `add:min:0.5`, `*:keep:0.95`.
+The objective is the weighted mean of scores; a weight is negative if less is better. A guard is a
+bound on a score: `english:max:1.25`, `add:min:0.5`, `*:keep:0.95`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Objective:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a score that counts nothing."""
+        """Refuse a weight that is zero or not finite."""
         for name, weight in self.weights.items():
             if not name or not weight or not math.isfinite(weight):
                 raise RecipeError(f"objective {name!r}: {weight:g} is not a weight; leave it out")
 
     def shares(self, scores: Iterable[str]) -> dict[str, float]:
-        """Return the share of each score; their sizes add up to 1."""
+        """Return the share of each score; their absolute values add up to 1."""
         names = list(scores)
         for name in self.weights:
             _check_name(name, names, f"objective {name!r}")
@@ -61,15 +61,18 @@ class Objective:
         """Return the objective of many at once: arrays of one shape give one of that shape."""
         shares = self.shares(scores)
         parts = (share * np.asarray(scores[name], np.float64) for name, share in shares.items())
-        return np.asarray(sum(parts), np.float64)  # of floats, Python 3.12 adds up otherwise
+        return np.asarray(sum(parts), np.float64)  # plain floats add up differently in Python 3.12
 
     def bounds(self, scores: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-        """Return the least and the largest value that it can have, by those of all scores."""
+        """Return the least and the largest possible value, from those of all scores."""
         ends = [[share * e for e in scores[n]] for n, share in self.shares(scores).items()]
         return math.fsum(map(min, ends)), math.fsum(map(max, ends))
 
     def directions(self, names: Iterable[str]) -> dict[str, int]:
-        """Return 1 for scores that should be large, -1 for small ones; others are left out."""
+        """Return 1 for scores that should be large, -1 for those that should be small.
+
+        Other scores are left out.
+        """
         known = list(names)
         signs = {name: int(math.copysign(1, weight)) for name, weight in self.weights.items()}
         return {n: signs.get(n, 1) for n in known if n in signs or not signs}
@@ -83,7 +86,7 @@ class Guard:
     name: str  # the score's name; `*` for each score of the objective
     kind: str  # `max`, `min`, or `keep`: a share of the best that a single model has
     bound: float
-    # It tells which scores `*` stands for, and which are the better the smaller.
+    # It decides which scores `*` means, and for which of them less is better.
     objective: Objective = field(default_factory=Objective)
 
     @classmethod
@@ -110,7 +113,7 @@ class Guard:
         return cls(text.strip(), name, kind, number, objective or Objective())
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse if it bounds a score that an evaluator does not give."""
+        """Refuse a bound on a score that an evaluator does not give."""
         if self.name != "*":
             _check_name(self.name, names, f"guard {self.text!r}")
 
@@ -124,21 +127,21 @@ class Guard:
 
     def broken(self, scores: Scores, singles: Sequence[Scores] = ()) -> list[str]:
         """Return a sentence for each score that breaks it."""
-        found = []
+        sentences = []
         for name, limit, best, sign in self._limits(scores, singles):
             if sign * (limit - scores[name]) > 0:
-                for digits in range(4, 17):  # as many as tell them apart
+                for digits in range(4, 17):  # until the two numbers look different
                     shown, bound = f"{scores[name]:.{digits}g}", f"{limit:.{digits}g}"
                     if shown != bound:
                         break
                 kept = f" (to keep {self.bound:.4g} of the best single model's {best:.4g})"
                 side = "below" if sign > 0 else "above"
                 more = kept if self.kind == "keep" else ""
-                found.append(f"{name} is {shown}, {side} {bound}{more}")
-        return found
+                sentences.append(f"{name} is {shown}, {side} {bound}{more}")
+        return sentences
 
     def slack(self, scores: Scores, singles: Sequence[Scores] = ()) -> float:
-        """Return by how much it is broken, at most; 0 or less if it is kept."""
+        """Return by how much it is broken, at worst; 0 or less if it is kept."""
         limits = self._limits(scores, singles)
         return max((sign * (limit - scores[name]) for name, limit, _, sign in limits), default=0.0)
 
@@ -173,7 +176,7 @@ class Judge:
         return cls(objective, tuple(Guard.parse(text, objective) for text in guards))
 
     def check_names(self, scores: Iterable[str]) -> None:
-        """Refuse an objective or a guard that asks for scores which there are not."""
+        """Refuse an objective or a guard that asks for missing scores."""
         names = list(scores)
         self.objective.shares(names)
         for guard in self.guards:
@@ -184,7 +187,7 @@ class Judge:
         return tuple(line for guard in self.guards for line in guard.broken(scores, singles))
 
     def directions(self, names: Sequence[str]) -> dict[str, int]:
-        """Return 1 for scores of which more is better, -1 for less; others are left out."""
+        """Return 1 for scores where more is better, -1 for less; others are left out."""
         bounds = [pair for guard in self.guards for pair in guard.directions(names).items()]
-        found = {name: sign for name, sign in bounds if name in names}
-        return found | self.objective.directions(names)
+        of_guards = {name: sign for name, sign in bounds if name in names}
+        return of_guards | self.objective.directions(names)

@@ -2,10 +2,10 @@
 
 A *setting* is a value for each name of the space; with a seed it makes one *candidate*, the merged
 weights. A *trial* is a candidate that is scored. *Baselines* are scored before all trials: the
-base, each model alone, the plain average, task arithmetic. *Items* are what a score is the mean of:
-the part of an item's id before the first slash is its group, and a score of that name is the
-group's mean. Items that share all before the last of two slashes or more are a *cluster*: chance
-drew them together.
+base, each model alone, the plain average, task arithmetic. A score is the mean of its *items*: the
+part of an item's id before the first slash is its group, and a score of that name is the group's
+mean. If ids have two slashes or more, items that share everything before the last one are a
+*cluster*: they were sampled together.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dare.documents.words import value_text
 Settings = Mapping[str, Any]
 """A value for each name of the space that applies: a number, a text, or a list over the layers."""
 ALONE = " alone"  # the end of the name of each single model, and of no other
-MOST_NUMBERS = 3  # trials of one setting that are named; of more, the first
+MOST_NUMBERS = 3  # the most trials of one setting that are named: the first
 UNGROUPED = "score"
 """The group of items whose ids name none, and the score of an evaluator that names none."""
 
 
 class Role(StrEnum):
-    """The purpose of a trial; the values are the names of all but settings and single models.
+    """The purpose of a trial; the values are names, except for settings and single models.
 
     The baselines are in the order of their simplicity.
     """
@@ -48,7 +48,7 @@ class Role(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Role:
-        """Return the role of what has a name in a study; models may be called like roles.
+        """Return the role of a name in a study; a model may have the name of a role.
 
         >>> Role.of("winner alone") is Role.SINGLE, Role.of("winner") is Role.WINNER
         (True, True)
@@ -80,12 +80,12 @@ class State(StrEnum):
 
 
 def key_of(settings: Settings) -> str:
-    """Return a text that equal settings share, in whatever order."""
+    """Return a text that is the same for equal settings, in any order."""
     return json.dumps(dict(settings), sort_keys=True, default=str)
 
 
 def is_number(value: Any) -> bool:
-    """Tell if a value is a finite number, and no truth value."""
+    """Tell if a value is a finite number, not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -133,7 +133,7 @@ def group_of(item_id: str) -> str:
 
 
 def cluster_of(item_id: str) -> str:
-    """Return what an item shares with those that belong with it; its own id if there are none.
+    """Return the cluster of an item: the part of its id that it shares, or its own id.
 
     >>> cluster_of("add/3/b"), cluster_of("add/3"), cluster_of("17")
     ('add/3', 'add/3', '17')
@@ -187,7 +187,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and what became of it; a baseline is one too, whose settings are empty.
+    """A candidate and its outcome; for a baseline, the settings are empty.
 
     `message` says why it failed or where it was stopped, `output` has the last lines that its
     evaluator printed before that.
@@ -234,7 +234,7 @@ class Contender:
     trials: tuple[Trial, ...]
     name: str = ""  # the name of a baseline
     is_random: bool = True
-    """True if another seed would give other weights; if not, one trial is all there is."""
+    """True if another seed would give other weights; if not, there is only one trial."""
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -267,9 +267,9 @@ class StudyData:
     notices: tuple[Notice, ...] = ()
     left_out: tuple[str, ...] = ()  # models that the plan leaves out: unrelated to the others
     output: str | None = None
-    # By key of a candidate: the file of its norms' statistics, which were taken from inputs.
+    # By key of a candidate: the file with the statistics of its norms, measured on inputs.
     norms: dict[str, str] = field(default_factory=dict)
-    command: str = ""  # the command that continues the study, if one began it
+    command: str = ""  # the command that continues the study, if a command began it
 
     @property
     def is_finished(self) -> bool:
@@ -322,7 +322,7 @@ class Ranked:
 
     settings: dict[str, Any]
     trials: tuple[int, ...]
-    """The numbers of its trials; of a baseline, of the one among the baselines."""
+    """The numbers of its trials; for a baseline, its number among the baselines."""
     objective: Estimate
     scores: dict[str, float]  # means over the seeds
     broken: tuple[str, ...] = ()  # guards that it breaks, by its mean scores
@@ -334,12 +334,12 @@ class Ranked:
 
     @property
     def label(self) -> str:
-        """Its name in tables: `method=dare+ties drop_rate=0.9`, or that of a baseline."""
+        """Its name in tables: `method=dare+ties drop_rate=0.9`, or the name of a baseline."""
         return self.short if self.baseline else settings_text(self.settings)
 
     @property
     def short(self) -> str:
-        """Its name where there is little room: the numbers of its trials, or that of a baseline."""
+        """Its short name: the numbers of its trials, or the name of a baseline."""
         some = ", ".join(map(str, self.trials[:MOST_NUMBERS]))
         more = ", …" if len(self.trials) > MOST_NUMBERS else ""
         return self.baseline or f"trial{'s' if len(self.trials) > 1 else ''} {some}{more}"
@@ -359,12 +359,12 @@ class Difference:
     other: str
     estimate: Estimate
     verdict: str
-    """`better`, `worse`, `no clear difference`, or `not known` where nothing tells chance."""
+    """`better`, `worse`, `no clear difference`, or `not known` if chance cannot be estimated."""
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """The winner on data that chose nothing."""
+    """The winner on data that were not used to choose."""
 
     objective: Estimate
     against: tuple[Difference, ...]
@@ -375,10 +375,10 @@ class Holdout:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """One score of the best, beside what needs no search."""
+    """One score of the best, and those of the baselines."""
 
     name: str  # empty for the objective
-    items: int  # that it is the mean of; 0 if that is not known
+    items: int  # the number of items that it is the mean of; 0 if unknown
     is_share: bool
     base: Estimate | None
     single: Estimate | None
@@ -393,11 +393,11 @@ class Conclusion:
     """The findings of a study, and their limits."""
 
     ranking: tuple[Ranked, ...] = ()
-    """Settings, the best first; those that break guards after all others."""
+    """Settings, the best first; those that break guards come last."""
     baselines: tuple[Ranked, ...] = ()
     best: Ranked | None = None
-    """The one to take: of all settings and baselines that keep to the guards, the one with the
-    highest objective; of equal ones the simplest."""
+    """The choice: of all settings and baselines that keep to the guards, the one with the highest
+    objective; if several are equal, the simplest."""
     against: tuple[Difference, ...] = ()  # the best minus each other
     tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
     noise: float | None = None
@@ -409,7 +409,7 @@ class Conclusion:
 
     @property
     def failure(self) -> str:
-        """The reason why there is no answer; empty if there is one, be it not to merge."""
+        """The reason why there is no answer; empty if there is one, even "do not merge"."""
         if self.best is not None:
             return ""
         is_scored = self.ranking or self.baselines

@@ -1,7 +1,7 @@
-"""The search, as a story: baselines first, then the plan, then trials, then what they show.
+"""The search from beginning to end: baselines first, then the plan, the trials, the conclusion.
 
-Several processes, and several threads of each, work on one study: each takes what nobody has
-taken, until nothing is left and nobody is busy any more.
+Several processes, and several threads of each, work on one study: each takes trials that nobody
+has taken, until none remain and nobody is busy any more.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ MINUTES = 15.0  # for a search that is given no settings
 PREVIEWED = 20  # examples of each task that the base answers before anything else
 LEAST_EXAMPLES = 60  # of a task, however little time there is
 LEAST_TRIALS = 6  # the recipe, and the average at all its scales
-INPUTS = 100  # examples of each task whose inputs make Gram matrices
-PART_SEEN = 0.5  # about what part of the examples a candidate is scored on that may be given up
+INPUTS = 100  # examples of each task whose inputs are used for Gram matrices
+PART_SEEN = 0.5  # about the part of the examples that racing scores a candidate on
 POLL_SECONDS = 0.3
-SPEED_SECONDS = 3600.0  # by which the time that is left is estimated
+SPEED_SECONDS = 3600.0  # the period from which the remaining time is estimated
 CONCLUDE_SECONDS = 1.0  # between two conclusions from the trials of a running search
 
 
@@ -103,13 +103,13 @@ def search(
 ) -> SearchResult:
     """Find the merge of some models that scores best, and say whether it is best.
 
-    What to merge is a recipe, or base and models. Each file of `data` has the examples of a task;
-    `evaluate` scores a candidate by a function, or a text as on the command line, instead. `over`
+    Give a recipe, or base and models. Each file of `data` has the examples of a task; instead,
+    `evaluate` can be a function that scores a candidate, or a text as on the command line. `over`
     has a list or a range for each setting; without it, the usual merges are tried.
 
-    All else is laid over the recipe's table `[search]`: `minutes`, `sampler`, `trials`, `seeds`,
-    `objective`, `guards`, `race`, `time_limit`. The study is a file; the same call resumes it. A
-    study that is not finished shows the `command` that continues it.
+    Further settings override the recipe's table `[search]`: `minutes`, `sampler`, `trials`,
+    `seeds`, `objective`, `guards`, `race`, `time_limit`. The study is a file; the same call resumes
+    it. A study that is not finished shows the `command` that continues it.
     """
     place = study_path(recipe, study)
     request = make_search(
@@ -133,7 +133,7 @@ def search(
 
 
 def gathered_path(study: Path) -> Path:
-    """Return the file of what a study gathers from inputs: Gram matrices for RegMean."""
+    """Return the file for the Gram matrices that a study gathers from inputs, for RegMean."""
     return study.with_suffix(".gathered.safetensors")
 
 
@@ -158,8 +158,8 @@ class SearchRequest:
     evaluator: Evaluator
     holdout: Evaluator | None
     judge: Judge
-    merge: Request  # as it was asked for; its output is for the best, not for candidates
-    usual: UsualMerges | None = None  # where no settings are given
+    merge: Request  # the user's request; its output is for the best, not for candidates
+    usual: UsualMerges | None = None  # if no settings are given
     tasks: Sequence[Task] = ()
 
     @property
@@ -186,7 +186,7 @@ def make_search(
     holdout: Evaluator | None = None,
     **settings: Any,
 ) -> SearchRequest:
-    """Lay what is given over the recipe's table `[search]`, and refuse what makes no sense."""
+    """Override the recipe's table `[search]` by what is given; refuse what makes no sense."""
     recipe = merge.recipe
     table = recipe.search or Search()
     fields = {name: getattr(table, name) for name in Search.fields()}
@@ -237,7 +237,7 @@ def make_search(
 
 
 def _grid_plan(space: Space, seeds: int) -> list[Planned]:
-    """Return every setting, then again with other seeds where those change anything."""
+    """Return every setting, then again with other seeds if those change anything."""
     return [
         Planned(setting, shift)
         for shift in seed_shifts(seeds)
@@ -274,7 +274,7 @@ def find_unrelated(recipe: Recipe, threads: int | None) -> tuple[tuple[str, ...]
 
 
 class _Interrupted(Exception):  # noqa: N818
-    """The search is ending: what was under way is left for the next time."""
+    """The search is ending: unfinished trials are left for the next time."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +286,8 @@ class _ScoringRules:
     singles: Sequence[Mapping[str, float]] = ()  # the scores of each model alone
     # Scores with the names and items that all must have; no items if those differ each time.
     reference: Scored | None = None
-    rungs: Sequence[Sequence[str]] = ()  # growing parts of the items: what is new in each
-    items: Sequence[str] | None = None  # those that are scored, if not all
+    rungs: Sequence[Sequence[str]] = ()  # growing parts of the items: the new ones in each
+    items: Sequence[str] | None = None  # the items to score, if not all
 
     def score(
         self, scorer: Scorer, claim: Claim, recipe: Recipe, known: Mapping[str, Trial]
@@ -483,7 +483,7 @@ class _Search:
         return mixed[: round((self.study.note("share") or 1.0) * len(mixed))]
 
     def _gather(self, scorer: Scorer) -> None:
-        """Have Gram matrices made: each model's from the tasks that it is the best model for."""
+        """Gather Gram matrices: each model's on the tasks for which it is the best model."""
         path, space = gathered_path(self.study.path), self.request.space
         if path.exists():
             return
@@ -492,14 +492,14 @@ class _Search:
         weights = self.request.judge.objective.directions(next(iter(alone.values())))
         best = {task: max(alone, key=lambda n: s * alone[n][task]) for task, s in weights.items()}
         recipes, inputs = baseline_recipes(space.recipe), groups_of(self._ids(held_out=False))
-        own = {n: [i for t in best if best[t] == n for i in inputs[t][:INPUTS]] for n in alone}
+        chosen = {n: [i for t in best if best[t] == n for i in inputs[t][:INPUTS]] for n in alone}
         every = [i for ids in inputs.values() for i in ids[:INPUTS]]
         self.display.say("gathering what the layers are given, for regmean")
-        wanted = {n.removesuffix(ALONE): (recipes[n], own[n] or every) for n in alone}
+        wanted = {n.removesuffix(ALONE): (recipes[n], chosen[n] or every) for n in alone}
         scorer.gather(path, wanted)
 
     def _keep_norms(self, scorer: Scorer) -> None:
-        """Write the statistics of the best candidate's norms, by which a merge has them too."""
+        """Write the statistics of the best candidate's norms, so that a merge has them, too."""
         data, conclusion = read_study(self.study, resamples=200)
         best, path = conclusion.best, self.study.path.with_suffix(".norms.safetensors")
         if best is None or best.role in NOT_MERGED or best.key in data.norms:
@@ -585,7 +585,7 @@ class _Search:
         self._work(scorers, take, self.study.is_busy)
 
     def _chooser(self) -> Callable[[int, Sequence[Placed]], Planned | None]:
-        """Return the function that says what stands at a place of the plan."""
+        """Return the function that gives the setting at a place of the plan."""
         space, shifts = self.request.space, seed_shifts(self.request.table.seeds)
         starts = self.study.note("starts")
         if self.usual is not None:
@@ -597,7 +597,7 @@ class _Search:
 
         def choose(place: int, found: Sequence[Placed]) -> Planned | None:
             number, repeat = divmod(place, len(shifts))
-            if repeat:  # the setting before, with another seed
+            if repeat:  # an earlier setting, with another seed
                 first = next(p.trial for p in found if p.place == place - repeat)
                 return Planned(first.settings, shifts[repeat])
             return Planned(starts[number]) if number < len(starts) else None
@@ -607,7 +607,7 @@ class _Search:
     # ------------------------------------------------------------ beside the trials
 
     def _score_holdout(self, scorers: Sequence[Scorer], evaluator: str) -> None:
-        """Score the winner, the runner-up and the baselines on data that has chosen nothing."""
+        """Score the winner, the runner-up and the baselines on data not used to choose."""
         data, conclusion = read_study(self.study)
         if conclusion.best is None:
             return
@@ -617,18 +617,18 @@ class _Search:
                 raise InputError(f"{self.study.path}: its holdout is {before}; use that one")
             self.study.keep("holdout", evaluator)
         ranked = {
-            f"{role} {key_of(found.settings)}": found
-            for role, found in winners(conclusion).items()
-            if not found.baseline
+            f"{role} {key_of(winner.settings)}": winner
+            for role, winner in winners(conclusion).items()
+            if not winner.baseline
         }
-        ranked |= {found.baseline: found for found in conclusion.baselines}
-        wanted = {name: (recipe_of(data, found), found.settings) for name, found in ranked.items()}
+        ranked |= {baseline.baseline: baseline for baseline in conclusion.baselines}
+        wanted = {name: (recipe_of(data, each), each.settings) for name, each in ranked.items()}
         self._score_beside(scorers, HOLDOUT, wanted)
 
     def _score_beside(
         self, scorers: Sequence[Scorer], kind: str, wanted: Mapping[str, tuple[Recipe, Settings]]
     ) -> None:
-        """Score candidates that are no trials, by name; settings tell some of them apart."""
+        """Score candidates that are not trials, by name; some are identified by settings."""
         items = self._ids(held_out=kind == HOLDOUT) if self.request.tasks else None
         rules = _ScoringRules(self.request.judge, self.stop, items=items)
         settings = {name: found for name, (_, found) in wanted.items()}
@@ -710,7 +710,7 @@ class _Search:
 
 
 class SearchProgress:
-    """The progress of a search, on stderr: a bar on a terminal, else a line for each event."""
+    """The progress of a search on stderr: a bar on a terminal, else a line for each event."""
 
     def __init__(self, *, visible: bool) -> None:
         plain: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
@@ -726,22 +726,22 @@ class SearchProgress:
         self._turn = threading.Lock()
 
     def say(self, text: str) -> None:
-        """Say what is being done."""
+        """Show what is being done."""
         if self.bar.disable:
             self.announce(text)
         else:
             self.bar.update(self._task, description=printable(text))
 
     def announce(self, text: str) -> None:
-        """Say something that is not to go away."""
+        """Print a line that stays."""
         self.bar.console.print(printable(text))
 
     def begin(self, planned: int, done: int) -> None:
-        """Say how many trials are planned, and how many are done."""
+        """Show how many trials are planned, and how many are done."""
         self.bar.update(self._task, total=planned, completed=done, description="")
 
     def scored(self, trial: Trial, read: Callable[[], tuple[StudyData, Conclusion]]) -> None:
-        """Show that a trial has ended; `read` concludes from all of them, and takes a while."""
+        """Show that a trial has ended; `read` draws the conclusion, which takes a while."""
         with self._turn:
             self.bar.advance(self._task)
             (task,), now = self.bar.tasks, time.monotonic()
@@ -753,15 +753,15 @@ class SearchProgress:
 
 
 def trial_line(trial: Trial) -> str:
-    """Return a trial in a line: what was tried, and what came of it."""
-    found = "" if trial.objective is None else f" {trial.objective:.4g}"
+    """Return a trial and its outcome in a line."""
+    objective = "" if trial.objective is None else f" {trial.objective:.4g}"
     message = f" ({trial.message})" if trial.message else ""
     state = "" if trial.is_done else f" {trial.state}"
-    return f"{trial.label}, {trial.text}:{state}{found}{message}, {trial.seconds:.1f} s"
+    return f"{trial.label}, {trial.text}:{state}{objective}{message}, {trial.seconds:.1f} s"
 
 
 def live_line(data: StudyData, conclusion: Conclusion) -> str:
-    """Return trials and the best so far, in a line."""
+    """Return the progress of the trials and the best so far, in a line."""
     best = conclusion.best
-    found = [] if best is None else [f"best: {best.short}, {best.objective}"]
-    return printable(" · ".join([progress_text(data), *found]))
+    best_text = [] if best is None else [f"best: {best.short}, {best.objective}"]
+    return printable(" · ".join([progress_text(data), *best_text]))

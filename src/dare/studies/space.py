@@ -1,4 +1,4 @@
-"""The space that is searched, and the recipes of its settings and of the baselines.
+"""The space of a search, and the recipes of its settings and of the baselines.
 
 A setting counts only in methods that have it, and only for models that take part, so candidates
 have different settings. Everything is checked before the first candidate is made.
@@ -33,10 +33,10 @@ from dare.recipe.settings import (
 from dare.stages import parse_method
 from dare.studies.results import ALONE, Ranked, Role, Settings, StudyData, is_number, key_of
 
-SEED_STEP = 1000  # model i has seed + i: the seeds of two candidates must not be neighbours
+SEED_STEP = 1000  # model i has seed + i, so the seeds of two candidates must be far apart
 MOST_IN_GRID = 100_000
 METHOD = "method"
-PLAN = "plan"  # the way of a search that is given no settings
+PLAN = "plan"  # the sampler of a search that is given no settings
 _USUAL = tomllib.loads(files("dare.studies").joinpath("usual_merges.toml").read_text("utf-8"))
 
 
@@ -58,7 +58,7 @@ class Space:
         return sorted(names, key=lambda name: not name.startswith(INCLUDE))
 
     def counting(self, settings: Settings) -> dict[str, Any]:
-        """Leave out settings that are for another method or for models left out."""
+        """Return the settings without those for another method or for models left out."""
         method = settings.get(METHOD, self.methods[0])
         return {
             name: value
@@ -119,19 +119,19 @@ class Space:
         """Return every setting once; none if nothing is searched over."""
         settings: dict[str, dict[str, Any]] = {}
         for method in self.methods:
-            own = {METHOD: method} if METHOD in self.over else {}
+            with_method = {METHOD: method} if METHOD in self.over else {}
             names = self.names_in(method)
             lists = [_listed(self.over[name]) or () for name in names]
             if math.prod(map(len, lists)) > MOST_IN_GRID:
                 raise RecipeError(f"the grid has over {MOST_IN_GRID:,} settings; use random or tpe")
             for row in itertools.product(*lists):
-                found = self.counting({**own, **dict(zip(names, row, strict=True))})
-                if found and self.has_models(found):
-                    settings.setdefault(key_of(found), found)
+                setting = self.counting({**with_method, **dict(zip(names, row, strict=True))})
+                if setting and self.has_models(setting):
+                    settings.setdefault(key_of(setting), setting)
         return list(settings.values())
 
     def suggest(self, trial: Any) -> dict[str, Any]:
-        """Return a setting as a sampler suggests it through a trial of Optuna."""
+        """Return the setting that a sampler suggests for a trial of Optuna."""
         settings: dict[str, Any] = {}
         if METHOD in self.over:
             settings[METHOD] = trial.suggest_categorical(METHOD, self.methods)
@@ -143,30 +143,30 @@ class Space:
                 settings[name] = True  # nothing to choose: all others are left out
             elif isinstance(dimension, Range):
                 start, to, log, step = dimension.start, dimension.to, dimension.log, dimension.step
-                found = [
+                values = [
                     dimension.fitted(trial.suggest_float(part, start, to, log=log, step=step))
                     for part in _parts(name, dimension)
                 ]
-                settings[name] = found[0] if dimension.layers is None else found
+                settings[name] = values[0] if dimension.layers is None else values
             else:
                 texts = [repr(choice) for choice in dimension]
                 settings[name] = dimension[texts.index(trial.suggest_categorical(name, texts))]
         return settings
 
     def suggestion(self, settings: Settings) -> dict[str, Any]:
-        """Return the parameters by which `suggest` comes to a setting."""
-        found: dict[str, Any] = {}
+        """Return the parameters with which `suggest` returns this setting."""
+        parameters: dict[str, Any] = {}
         for name, value in settings.items():
             dimension = self.over[name]
             if isinstance(dimension, Range):
                 values = value if isinstance(value, list) else [value]
-                found |= zip(_parts(name, dimension), values, strict=True)
+                parameters |= zip(_parts(name, dimension), values, strict=True)
             else:
-                found[name] = value if name == METHOD else repr(value)
-        return found
+                parameters[name] = value if name == METHOD else repr(value)
+        return parameters
 
     def nearest(self) -> dict[str, Any] | None:
-        """Return the setting that is nearest to the recipe; None if its method is not there."""
+        """Return the setting nearest to the recipe; None if its method is not searched."""
         chain = [stage.name for stage in parse_method(self.recipe.method)]
         same = [m for m in self.methods if [stage.name for stage in parse_method(m)] == chain]
         if not same:
@@ -179,7 +179,7 @@ class Space:
 
 
 def is_random(recipe: Recipe) -> bool:
-    """Tell if a stage draws, for any model, tensor or layer."""
+    """Tell if a stage draws random numbers, for any model, tensor or layer."""
 
     def most(value: Any) -> Any:
         return max(value) if isinstance(value, list | tuple) else value
@@ -189,14 +189,14 @@ def is_random(recipe: Recipe) -> bool:
     if recipe.embedding_drop_rate is not None:
         overrides.append({"drop_rate": recipe.embedding_drop_rate})
     return any(
-        stage.is_random({name: most(own.get(name, value)) for name, value in settings.items()})
+        stage.is_random({name: most(changed.get(name, value)) for name, value in settings.items()})
         for stage, settings in recipe.all_stages
-        for own in overrides
+        for changed in overrides
     )
 
 
 def seed_shifts(count: int) -> tuple[int, ...]:
-    """Return what is added to a recipe's seeds, for so many repetitions of a setting."""
+    """Return the numbers to add to a recipe's seeds, for `count` repetitions of a setting."""
     return tuple(SEED_STEP * place for place in range(count))
 
 
@@ -205,16 +205,16 @@ def seed_shifts(count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class UsualMerges:
-    """The merges to try where no settings are given.
+    """The merges to try if no settings are given.
 
-    First methods at a few scales, then the best of these without each model in turn: one that
-    learnt wrong answers, or too much of its own, shows in no weight. Then the best of all at scales
-    beside its own. The sum is among the baselines: it is the average at a scale of as many models
-    as there are.
+    First methods at a few scales, then the best of these without each model in turn: a model that
+    learnt wrong answers, or too much of its own, cannot be recognised by its weights. Then the best
+    of all at nearby scales. The sum is among the baselines: it is the average at a scale equal to
+    the number of models.
     """
 
     recipe: Recipe
-    grams: str | None  # the file that RegMean has Gram matrices in, if it can be made
+    grams: str | None  # the file with Gram matrices for RegMean, if it can be made
     left_out: tuple[str, ...] = ()
 
     @cached_property
@@ -231,7 +231,7 @@ class UsualMerges:
             for scale in each["scales"]
         ]
         chains = (with_settings(self.recipe, settings).chain for settings in tried)
-        effects = [repr([(stage.name, dict(own)) for stage, own in chain]) for chain in chains]
+        effects = [repr([(stage.name, dict(used)) for stage, used in chain]) for chain in chains]
         pairs = zip(effects, tried, strict=True)
         return list(
             {f"{effect} {settings['scale']}": settings for effect, settings in pairs}.values()
@@ -242,14 +242,14 @@ class UsualMerges:
         return [{**best, INCLUDE + name: False} for name in kept] if len(kept) > 2 else []
 
     def _rescaled(self, best: Settings) -> list[dict[str, Any]]:
-        beside = (
+        nearby = (
             {**best, "scale": round(factor * best["scale"], 4)} for factor in _USUAL["factors"]
         )
-        return [settings for settings in beside if settings not in self.first][:3]
+        return [settings for settings in nearby if settings not in self.first][:3]
 
     @property
     def count(self) -> int:
-        """The number of settings in all."""
+        """The total number of settings."""
         one = self.first[0]
         return len(self.first) + len(self._without_each(one)) + len(self._rescaled(one))
 
@@ -267,12 +267,12 @@ class UsualMerges:
     @property
     def space(self) -> dict[str, Choices]:
         """The values of each setting; each model may also be left out."""
-        found: dict[str, dict[str, Any]] = {}
+        values_of: dict[str, dict[str, Any]] = {}
         for settings in self.first:
             for name, value in settings.items():
-                found.setdefault(name, {})[repr(value)] = value
+                values_of.setdefault(name, {})[repr(value)] = value
         names = self.recipe.names
-        choices = {name: tuple(values.values()) for name, values in found.items()}
+        choices = {name: tuple(values.values()) for name, values in values_of.items()}
         return choices | {f"{INCLUDE}{name}": (True, False) for name in names if len(names) > 1}
 
 
@@ -286,7 +286,7 @@ def _listed(dimension: Choices | Range) -> Sequence[Any] | None:
 
 
 def _ends(dimension: Choices | Range) -> Sequence[Any]:
-    """Return values that are valid only if all are."""
+    """Return values of a dimension; if they are valid, all are."""
     if isinstance(dimension, tuple):
         return dimension
     ends = dimension.values or (dimension.start, dimension.to)
@@ -324,7 +324,7 @@ def _snapped(dimension: Choices | Range, value: Any) -> Any:
 def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
     """Return the recipe of a setting with its first seed, or of a baseline; to the study's output.
 
-    Of several seeds it has the first: to take the best of them would be another choice by chance.
+    With several seeds it has the first: choosing the best of them would be another choice by luck.
     """
     recipe = request_from_document(data.recipe, "the recipe of the study").recipe
     if ranked.baseline:
@@ -336,7 +336,7 @@ def recipe_of(data: StudyData, ranked: Ranked) -> Recipe:
 
 
 def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
-    """Return a recipe for each baseline, by name; the average comes twice, for the noise."""
+    """Return a recipe for each baseline, by name; the average twice, to measure the noise."""
     alone = {
         f"{name}{ALONE}": _plain(recipe, "sum", models=(entry,))
         for name, entry in zip(recipe.names, recipe.models, strict=True)
@@ -352,7 +352,7 @@ def baseline_recipes(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _plain(recipe: Recipe, method: str, **more: Any) -> Recipe:
-    """Return a method with nothing set but what says how inputs fit together."""
+    """Return a recipe with a method and only the settings that make the inputs fit together."""
     entries = tuple(ModelEntry(file=entry.file) for entry in more.pop("models", recipe.models))
     more |= rows_without(recipe, entries)
     bare: dict[str, Any] = {"method": method, "stages": {}, "tensors": (), "scale": 1.0}

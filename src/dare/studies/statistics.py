@@ -1,26 +1,26 @@
 """Intervals of scores and of their differences, by chance in items and seeds; parts for racing.
 
-Two things make a score differ when nothing is better: which items there are, and the seed of a
-random merge. For a contender by itself, items are drawn anew with replacement, within each group.
-Few seeds cannot be drawn from like that: the mean over S seeds varies as Student's t with S - 1
-degrees of freedom, scaled by the seeds' own spread, for each contender by itself. As far as draws
-lie above what was seen, the truth may lie below it (the basic bootstrap).
+Scores differ for two reasons when nothing is better: the choice of items, and the seed of a random
+merge. For a contender by itself, items are resampled with replacement, within each group. Seeds are
+too few for that: the mean over S seeds varies as Student's t with S - 1 degrees of freedom, scaled
+by the spread of the seeds, for each contender by itself. As far as draws are above the observed
+value, the truth may be below it (the basic bootstrap).
 
-Differences are paired, so that what is hard for all cancels. If nothing is better, an item might as
-well have favoured one contender as the other: the signs of all its differences are drawn, many
-times. That is the sign test for two contenders whose items are right or wrong, and holds for few
-items too; a bootstrap would call four items of four a difference. What is compared was chosen by
-its scores, so the interval of a difference holds for all pairs of contenders at once: each pair has
-the standard error that it has if there is no difference, and all reach as many of them as the
-farthest pair does in 95 % of the draws (as Tukey's range has it).
+Differences are paired, so that what is hard for all cancels. If nothing is better, an item might
+just as well have favoured the other contender: the signs of all its differences are drawn at
+random, many times. For two contenders whose items are right or wrong this is the sign test, which
+also holds for few items; a bootstrap would call four items out of four a difference. Contenders are
+compared because of their scores, so the interval of a difference holds for all pairs at once: each
+pair has its standard error under no difference, and all intervals extend by as many standard errors
+as the farthest pair reaches in 95 % of the draws (as in Tukey's range test).
 
-Items that belong together by their ids, a *cluster*, are drawn together and are one in all counts.
+Items that belong together by their ids, a *cluster*, are drawn together and count as one.
 
-A score is taken for a *share* if all its items (its values, where it has none) lie in 0 … 1 for all
-contenders, and its name is not that of an error. An objective of shares has bounds, and so have its
-intervals: the error of the mean is taken to shrink towards the bounds as that of a share, which
-is Wilson's interval where items are right or wrong. Items that are all 0 or all 1 show no spread:
-the share of others that they may have missed is drawn as Clopper and Pearson have it.
+A score counts as a *share* if all its items (its values, if it has none) are in 0 … 1 for all
+contenders, and its name is not that of an error. An objective of shares has bounds, and so do its
+intervals: the error of the mean is assumed to shrink towards the bounds like that of a share, which
+gives Wilson's interval if items are right or wrong. Items that are all 0 or all 1 show no spread:
+the share of other items that they may have missed is drawn as for Clopper and Pearson's interval.
 
 All numbers come from PCG64 with fixed seeds: the same study gives the same intervals.
 """
@@ -50,33 +50,33 @@ from dare.studies.results import (
 )
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_KNOWN = "better", "worse", "no clear difference", "not known"
-LEAST_ITEMS = 10  # a part of fewer items tells too little to give anything up
+LEAST_ITEMS = 10  # with fewer items, a part says too little to give up a candidate
 MOST_RUNGS = 4  # the most parts: each costs a start of the evaluator
-REDUCTION = 3  # each part makes three times as many items
+REDUCTION = 3  # each part triples the number of items
 _ERRORS_BEHIND = 2.0  # standard errors behind the best at which a candidate is given up
 _TAILS = (0.025, 0.975)
 _MOST_NUMBERS = 8_000_000  # the most numbers that a step of the resampling holds at once
 _MOST_PAIRS = 200_000_000  # the most draws of pairs; more contenders have fewer draws
 _ROUNDING = 1e-12
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
-# Makes 95 % of draws of both signs reach as far as 97.5 % of draws of one.
+# With this exponent, 95 % of two-sided draws reach as far as 97.5 % of one-sided draws.
 _TWO_SIDED_EXPONENT = math.log(0.05) / math.log(0.025)
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """The objectives of contenders, as they are and as chance might have made them."""
+    """The objectives of contenders, as observed and as chance might have made them."""
 
     values: np.ndarray  # by contender: the mean over its seeds of the objective
     paired: np.ndarray  # the same, on the items that all have
     draws: np.ndarray  # contenders × resamples, each by itself
     flips: np.ndarray  # contenders × resamples: deviations if no contender is better than another
-    errors: np.ndarray  # contenders × contenders: standard errors of differences, if there are none
+    errors: np.ndarray  # contenders × contenders: standard errors if there is no difference
     seeds: tuple[int, ...]
     is_random: tuple[bool, ...]
     items: int  # items that all have, in the groups that count; 0: chance in items is not known
     left_out: int  # items that some have and others lack
-    without_items: tuple[str, ...]  # scores that are not made of items, and held as they are
+    without_items: tuple[str, ...]  # scores that are not made of items, and do not vary
     bounds: tuple[float, float]  # of the objective; infinite where there are none
     freedom: int  # degrees of freedom that the items leave
     is_extreme: np.ndarray  # by contender: if all items of a group are right, or all are wrong
@@ -93,7 +93,7 @@ class Resampled:
         return Estimate(value, *np.clip((value - high, value - low), *self.bounds).tolist())
 
     def _within_bounds(self, value: float, deviations: np.ndarray, *, is_exact: bool) -> Estimate:
-        """Return Wilson's interval for the spread that the draws have; as drawn if `is_exact`."""
+        """Return Wilson's interval for the spread of the draws; as drawn if `is_exact`."""
         least, span = self.bounds[0], self.bounds[1] - self.bounds[0]
         part = min(1.0, max(0.0, (value - least) / span))
         shift = float(deviations.mean()) / span
@@ -113,14 +113,14 @@ class Resampled:
     def difference(self, place: int, other: int) -> Estimate:
         """Return a contender's objective minus another's, on the same items.
 
-        The interval holds for all pairs of contenders at once, and so for those that were chosen.
+        The interval holds for all pairs of contenders at once, so also for pairs that were chosen.
         """
         span = self.bounds[1] - self.bounds[0]
         value = max(-span, min(span, float(self.paired[place] - self.paired[other])))
         if not self._has_interval(place, other):
             return Estimate(value)
         half = self._reach * float(self.errors[place, other])
-        # The same weights twice must not differ by what rounding leaves.
+        # The same weights scored twice must not differ by rounding errors.
         rounding = _ROUNDING * max(1e-300, *np.abs(self.paired[[place, other]]))
         ends = (value, max(-span, value - half), min(span, value + half))
         return Estimate(*(0.0 if abs(end) <= rounding else end for end in ends))
@@ -146,9 +146,9 @@ class Resampled:
 
 
 def verdict(difference: Estimate, sign: int = 1) -> str:
-    """Return what a difference shows, where `sign` is -1 if less is better.
+    """Return the verdict on a difference; `sign` is -1 if less is better.
 
-    0 in its interval shows nothing.
+    If 0 is in its interval, there is no clear difference.
     """
     if difference.low is None or difference.high is None:
         return NOT_KNOWN
@@ -160,20 +160,20 @@ def verdict(difference: Estimate, sign: int = 1) -> str:
 def resample(
     contenders: Sequence[Contender], objective: Objective, *, resamples: int = 2000
 ) -> Resampled:
-    """Draw items and seeds anew, many times."""
+    """Resample items and seeds, many times."""
     trials = [scored for contender in contenders for scored in contender.scored]
     if not trials or not all(contender.scored for contender in contenders):
         raise InputError("nothing to compare: each contender needs a scored trial")
     names = [n for n in trials[0].scores if all(n in scored.scores for scored in trials)]
     weights = objective.shares(names)
     used = list(weights)
-    own = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
+    scores = {name: np.array([scored.scores[name] for scored in trials]) for name in names}
     groups, left_out = _in_common(trials, used)
     columns = {name: _Group.of(trials, ids, name) for name, ids in groups.items()}
     sizes = [len(contender.scored) for contender in contenders]
     starts = np.cumsum([0, *sizes[:-1]])
-    of_trials = _resample_items(objective, own, columns, resamples)
-    paired = objective.values(own | {name: group.means for name, group in columns.items()})
+    of_trials = _resample_items(objective, scores, columns, resamples)
+    paired = objective.values(scores | {name: group.means for name, group in columns.items()})
     draws, by_seeds = _vary_by_seeds(of_trials, paired, starts, sizes)
     of_groups = [weights[n] * group.sums / group.sizes.sum() for n, group in columns.items()]
     parts = np.concatenate([np.zeros((1, len(trials))), *of_groups])
@@ -181,11 +181,11 @@ def resample(
     flips, errors = _flip_signs(of_contenders, by_seeds, sizes, resamples)
     shares = {
         name: columns[name].is_share if name in columns else _is_share(name, column)
-        for name, column in own.items()
+        for name, column in scores.items()
     }
     extremes = [np.zeros(len(trials), bool), *(group.is_extreme for group in columns.values())]
     return Resampled(
-        values=np.add.reduceat(objective.values(own), starts) / sizes,
+        values=np.add.reduceat(objective.values(scores), starts) / sizes,
         paired=np.add.reduceat(paired, starts) / sizes,
         draws=draws,
         flips=flips,
@@ -204,12 +204,12 @@ def resample(
 
 
 def sounds_like_an_error(name: str) -> bool:
-    """Tell if a score is called like something that has no upper end, and should be small."""
+    """Tell if a score's name says that it has no upper bound and should be small."""
     return not _SMALLER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _is_share(name: str, values: np.ndarray) -> bool:
-    """Tell if a score, or its items, may be taken for shares of something."""
+    """Tell if a score, or its items, may count as shares."""
     return not sounds_like_an_error(name) and bool((values >= 0).all() and (values <= 1).all())
 
 
@@ -249,7 +249,7 @@ class _Group:
         return cls(sums, np.bincount(places), means, _is_share(name, values))
 
     def drawn(self, streams: Sequence[np.random.Generator], resamples: int) -> np.ndarray:
-        """Return the means of trials on clusters drawn anew: trials × resamples."""
+        """Return the means of trials on resampled clusters: trials × resamples."""
         random, other = streams
         count = len(self.sizes)
         places = random.integers(count, size=(resamples, count))
@@ -257,14 +257,14 @@ class _Group:
         counts = np.bincount(places.ravel(), minlength=resamples * count)
         counts = counts.reshape(resamples, count)
         means = (counts / (counts @ self.sizes)[:, None]) @ self.sums
-        own = self.means[:, None]
-        # Drawing from n clusters varies by n - 1 parts in n of what n new ones would.
-        drawn = np.asarray(own + (means.T - own) * math.sqrt(count / (count - 1)))
+        seen = self.means[:, None]
+        # Drawing from n clusters has (n - 1) / n of the variance of n new ones.
+        drawn = np.asarray(seen + (means.T - seen) * math.sqrt(count / (count - 1)))
         if self.is_share and self.is_extreme.any():
             chance = other.uniform(-1, 1, resamples)
             missed = np.sign(chance) * (1 - np.abs(chance) ** (1 / (_TWO_SIDED_EXPONENT * count)))
             sign = np.where(self.means < 0.5, 1, -1)[self.is_extreme, None]
-            drawn[self.is_extreme] = own[self.is_extreme] + sign * missed
+            drawn[self.is_extreme] = seen[self.is_extreme] + sign * missed
         return drawn
 
     @functools.cached_property
@@ -277,35 +277,35 @@ class _Group:
 
 def _resample_items(
     objective: Objective,
-    own: Mapping[str, np.ndarray],
+    scores: Mapping[str, np.ndarray],
     columns: Mapping[str, _Group],
     resamples: int,
 ) -> np.ndarray:
-    """Return the objectives of the trials on items drawn anew: trials × resamples."""
-    # Each group has streams of its own, which do not depend on how many draws make a step.
+    """Return the objectives of the trials on resampled items: trials × resamples."""
+    # Each group has its own streams, which do not depend on the number of draws in a step.
     random = {k: (_stream(0, 0, n), _stream(0, 3, n)) for n, k in enumerate(columns)}
-    trials = len(next(iter(own.values())))
-    widest = max([len(own) * trials, *(len(group.sizes) for group in columns.values())])
+    trials = len(next(iter(scores.values())))
+    widest = max([len(scores) * trials, *(len(group.sizes) for group in columns.values())])
     step = max(1, _MOST_NUMBERS // widest)
     parts = []
     for start in range(0, resamples, step):
         number = min(step, resamples - start)
-        scores = {n: np.broadcast_to(own[n][:, None], (trials, number)) for n in own}
+        fixed = {n: np.broadcast_to(scores[n][:, None], (trials, number)) for n in scores}
         drawn = {name: group.drawn(random[name], number) for name, group in columns.items()}
-        parts.append(objective.values(scores | drawn))
+        parts.append(objective.values(fixed | drawn))
     return np.concatenate(parts, axis=1)
 
 
 def _vary_by_seeds(
     of_trials: np.ndarray, paired: np.ndarray, starts: np.ndarray, sizes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return means over seeds as other seeds might have given them, and their standard errors."""
+    """Return means over seeds as they might be with other seeds, and their standard errors."""
     draws, errors = np.empty((len(sizes), of_trials.shape[1])), np.zeros(len(sizes))
     for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         trials = slice(start, start + size)
         draws[place] = of_trials[trials].mean(axis=0)
         if size > 1:
-            # Which items a seed gets right varies already with the draws of items.
+            # The draws of items already contain the variation of which items a seed gets right.
             by_items = (of_trials[trials] - draws[place]).var(axis=1).sum() / (size - 1)
             variance = max(0.0, paired[trials].var(ddof=1) - by_items)
             student = _stream(0, 1, place).permutation(_student(size - 1, of_trials.shape[1]))
@@ -326,8 +326,8 @@ def _flip_signs(
     steps = (min(step, resamples - start) for start in range(0, resamples, step))
     signs = (np.copysign(1, random.random((number, len(parts))) - 0.5) for number in steps)
     flips = np.concatenate([(some @ parts).T for some in signs], axis=1)
-    # Normal draws of such a scale that the farthest of all seeds' means reaches as far as by t:
-    # with t's own tails, one contender of two seeds would widen the differences of all others.
+    # Normal draws are scaled so that the farthest mean over seeds reaches as far as with Student's
+    # t: with the tails of t itself, one contender of two seeds would widen all other differences.
     places = np.flatnonzero(by_seeds).tolist()
     level = 1 - _TAILS[0] / max(1, len(places))
     normal = NormalDist().inv_cdf(level)
@@ -335,15 +335,15 @@ def _flip_signs(
         by_seeds[place] *= np.quantile(_student(sizes[place] - 1, resamples), level) / normal
         flips[place] += by_seeds[place] * _stream(0, 5, place).standard_normal(resamples)
     product = parts.T @ parts
-    own = np.diag(product)
-    squares = own[:, None] + own - 2 * product
-    squares[squares <= _ROUNDING * (own[:, None] + own)] = 0
+    norms = np.diag(product)
+    squares = norms[:, None] + norms - 2 * product
+    squares[squares <= _ROUNDING * (norms[:, None] + norms)] = 0
     return flips, np.sqrt(squares + np.add.outer(by_seeds**2, by_seeds**2))
 
 
 @functools.lru_cache(maxsize=16)
 def _student(freedom: int, count: int) -> np.ndarray:
-    """Return evenly spaced quantiles of Student's t: few plain draws could miss its tails."""
+    """Return evenly spaced quantiles of Student's t: a few plain draws could miss its tails."""
     draws = np.sort(_stream(2, freedom).standard_t(freedom, size=count * 100 + 50))
     quantiles = draws[50::100][:count]
     return np.asarray((quantiles - quantiles[::-1]) / 2)
@@ -358,7 +358,7 @@ def _student_factor(freedom: int) -> float:
 
 
 def _stream(*key: int) -> np.random.Generator:
-    """Return a generator of its own for each use and place."""
+    """Return a separate generator for each use and place."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
@@ -370,21 +370,21 @@ def visible_difference(
 ) -> float:
     """Return the true difference in the objective that a search shows in 80 % of cases.
 
-    There are so many `items` for each of the tasks, right or wrong, and two contenders agree on the
-    share `agreement` of them. By the normal approximation, with as many tests as there are pairs.
+    Each task has `items` items, right or wrong, and two contenders agree on the share `agreement`
+    of them. By the normal approximation, with as many tests as there are pairs.
 
     >>> round(visible_difference(200, 8, tasks=2), 3), items_needed(0.05, 8, tasks=2)
     (0.089, 629)
     """
     reach, count = _reach_needed(contenders), items * tasks
-    # As many items differ as the difference needs, at least.
+    # At least as many items differ as the difference requires.
     return min(1.0, max(reach * math.sqrt((1 - agreement) / count), reach**2 / count))
 
 
 def items_needed(
     difference: float, contenders: int, *, tasks: int = 1, agreement: float = 0.8
 ) -> int:
-    """Return how many items of each task show a difference; see `visible_difference`."""
+    """Return how many items of each task are needed to show a difference."""
     differing = max(1 - agreement, difference)
     return math.ceil(differing * (_reach_needed(contenders) / difference) ** 2 / tasks)
 
@@ -399,10 +399,10 @@ def _reach_needed(contenders: int) -> float:
 
 
 def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
-    """Return the parts of the items for racing: what each adds to those before it.
+    """Return the parts of the items for racing: the items that each adds to those before it.
 
-    Each rung makes about three times as many clusters, takes each group by its share, and has one
-    of each group at least. So few that no part would tell anything are one rung.
+    Each rung triples the number of clusters, about; it takes each group by its share, and at least
+    one cluster of it. Too few items for useful parts are one rung.
 
     >>> [len(rung) for rung in rungs((f"add/{n}" for n in range(270)), seed=0)]
     [10, 20, 60, 180]
@@ -416,7 +416,7 @@ def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
     for item_id in sorted(set(ids)):
         clusters.setdefault(cluster_of(item_id), []).append(item_id)
     groups = groups_of(sorted(clusters, key=place))
-    # Each group's clusters are spread evenly over 0 … 1, so that every beginning has its share.
+    # Each group's clusters are spread evenly over 0 … 1, so that every first part has its share.
     spread = [
         (number / len(group), *place(cluster))
         for group in groups.values()
@@ -432,9 +432,9 @@ def rungs(ids: Iterable[str], *, seed: int) -> list[list[str]]:
 
 
 def is_behind(items: Mapping[str, float], best: Mapping[str, float], objective: Objective) -> bool:
-    """Tell if something is clearly behind the best, by the items that were scored so far.
+    """Tell if a candidate is clearly behind the best, by the items that were scored so far.
 
-    It is if the objectives differ by more than two of the standard errors that no difference has.
+    It is if the objectives differ by more than two standard errors, computed for no difference.
     """
     groups = groups_of(item_id for item_id in items if item_id in best)
     try:

@@ -1,9 +1,9 @@
 """A study on disk: an SQLite file in Optuna's form, which several processes may work on.
 
 Two Optuna studies are in it: `trials`, which samplers learn from, and `beside`, which holds the
-baselines and what was scored on the holdout. A trial is taken by one process, in turn; when that
-process dies, another takes the same trial with the same settings. So nothing is lost and nothing
-is done twice. The only module that imports Optuna.
+baselines and the scores on the holdout. Processes take trials in turn; when a process dies, another
+takes its trial with the same settings. So nothing is lost and nothing is done twice. This is the
+only module that imports Optuna.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dare.studies.space import PLAN, Space
 
 FORMAT = 2  # format 1 had formulas as objectives
 TRIALS, BESIDE = "trials", "beside"
-BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of what is beside the trials
-WORKERS = "workers"  # the note of the marks of all who have opened the study to search
+BASELINE, HOLDOUT = "baseline", "holdout"  # the kinds of trials in `beside`
+WORKERS = "workers"  # the note with the marks of all processes that search in the study
 KNOWN_BEFORE = ("number", "settings", "state", "name")  # the rest is written when a trial ends
-# Notes on a trial: by whom it was taken and for what, and what became of it.
+# Notes on a trial: who took it and for what, and its outcome.
 TAKEN, OUTCOME = "taken", "outcome"
 _NAMES = ("WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL")
 OPTUNA_STATES = dict(zip(State, _NAMES, strict=True))
-# How the names in tables of a charter begin in messages, where not with the table's name.
+# Prefixes of names in messages for tables of a charter, if not the table's name.
 CHARTER_WORDS = {"recipe": "", "models": "", "space": "--over "}
 MOST_CHANGES = 6  # settings of another search that a message names: the first
 
 
 @dataclass(frozen=True)
 class Charter:
-    """The subject of a study: it cannot change without its trials losing their meaning."""
+    """The subject of a study: if it changed, the trials would lose their meaning."""
 
     recipe: dict[str, Any]
     space: dict[str, Any]
@@ -50,23 +50,23 @@ class Charter:
     guards: tuple[str, ...]
     race: bool
     seed: int = 0
-    evaluator_code: str = ""  # a digest; empty if it is not known, as in studies of before
+    evaluator_code: str = ""  # a digest; empty if it is not known, as in older studies
 
     @property
     def document(self) -> dict[str, Any]:
-        """The charter as JSON has it."""
+        """The charter in the types of JSON."""
         return dict(json.loads(json.dumps(asdict(self))))
 
 
 class Planned(NamedTuple):
-    """A setting that is to be tried, and what is added to its seeds."""
+    """A setting to try, and the number to add to its seeds."""
 
     settings: Mapping[str, Any]
     shift: int = 0
 
 
 class Placed(NamedTuple):
-    """A trial, its place in the plan, and what is added to its seeds."""
+    """A trial, its place in the plan, and the number that is added to its seeds."""
 
     trial: Trial
     place: int
@@ -93,14 +93,14 @@ class Study:
         from sqlalchemy import URL
 
         optuna = _optuna()
-        # In a file's name `?` and `%` are signs like others.
+        # In a file's name `?` and `%` have no special meaning.
         address = URL.create("sqlite", database=str(self.path.resolve())).render_as_string()
         try:
             storage = optuna.storages.RDBStorage(
                 address, engine_kwargs={"connect_args": {"timeout": 60}}
             )
             known = {summary.study_name for summary in storage.get_all_studies()}
-        except Exception as error:  # SQLAlchemy's and Alembic's are of many kinds
+        except Exception as error:  # SQLAlchemy and Alembic raise many kinds
             reason = str(error).partition("\n")[0]
             raise InputError(f"{self.path}: is not a study that can be read: {reason}") from None
         if known and TRIALS not in known:
@@ -130,7 +130,7 @@ class Study:
                 "Undo the change to continue this search, "
                 "or start a new one with `--study NEW.db --write NEW.toml`",
             )
-        if charter is not None:  # one who has only begun must be known to others
+        if charter is not None:  # others must know of a process that has only begun
             alive = filter(self._presence.is_alive, self.note(WORKERS) or ())
             self.keep(WORKERS, [*alive, self._presence.mark])
 
@@ -145,18 +145,19 @@ class Study:
             }
 
     def _is_abandoned(self, charter: Charter) -> bool:
-        """Tell if it is of another search that has scored nothing, and that nobody works on.
+        """Tell if it belongs to another search that has scored nothing, and nobody works on it.
 
-        So it is after a wrong name in the objective, say: a corrected one needs no other file.
+        This happens after a wrong name in the objective, say: the corrected search can then use the
+        same file.
         """
         if self.note("format") != FORMAT or self.note("charter") == charter.document:
             return False
-        found = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
-        is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in found)
+        trials = [t for s in self._studies.values() for t in s.get_trials(deepcopy=False)]
+        is_scored = any(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
         return not is_scored and not any(map(self._presence.is_alive, self.note(WORKERS) or ()))
 
     def _changes(self, charter: Charter) -> Iterator[str]:
-        """Yield each setting that was another one when the study began, with both values."""
+        """Yield each setting that has changed since the study began, with both values."""
         before, now = (dict(_flat(each.document)) for each in (self.charter, charter))
         codes = {before.pop("evaluator_code"), now.pop("evaluator_code")} - {""}
         for name in before | now:
@@ -171,11 +172,11 @@ class Study:
         self._presence.close()
 
     def turn(self) -> AbstractContextManager[None]:
-        """Wait until nobody else changes the study, and keep others from it."""
+        """Wait until nobody else changes the study, and lock others out."""
         return self._presence.turn()
 
     def note(self, name: str) -> Any:
-        """Return what was kept for the whole study under a name; None if nothing was."""
+        """Return the value kept for the whole study under a name; None if there is none."""
         return self._studies[TRIALS].user_attrs.get(name)
 
     def keep(self, name: str, value: Any) -> None:
@@ -193,18 +194,18 @@ class Study:
     ) -> Claim | None:
         """Take the next trial; None if all that are planned have been taken.
 
-        `choose` gives the setting of a place in the plan, or None to leave it to the sampler. What
-        failed before trial number `retry_before` is tried again.
+        `choose` gives the setting of a place in the plan, or None to leave it to the sampler.
+        Trials with numbers below `retry_before` that failed are tried again.
         """
         study = self._studies[TRIALS]
         with self.turn(), _quiet():
             count = len(study.get_trials(deepcopy=False))
             study.sampler = _sampler(self.charter.sampler, [self.charter.seed, count])
             learning = None if self.charter.sampler == PLAN else space
-            if (left := self._resume(study, lambda _taken: True, learning)) is not None:
-                return left
-            found = self.trials()
-            latest = {placed.place: placed for placed in found}  # a retry comes later
+            if (resumed := self._resume(study, lambda _taken: True, learning)) is not None:
+                return resumed
+            begun = self.trials()
+            latest = {placed.place: placed for placed in begun}  # a retry comes later
             failed = {
                 place: Planned(placed.trial.settings, placed.shift)
                 for place, placed in latest.items()
@@ -213,19 +214,19 @@ class Study:
             place = next((p for p in range(planned) if p not in latest or p in failed), None)
             if place is None:
                 return None
-            chosen = failed.get(place) or choose(place, found)
+            chosen = failed.get(place) or choose(place, begun)
             taken: dict[str, Any] = {"place": place}
             if chosen is None:
                 return self._claim(study, study.ask(), taken, space)
             taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
-            if self.charter.sampler == PLAN:  # from which no sampler learns
+            if self.charter.sampler == PLAN:  # no sampler learns from it
                 return self._begin_trial(study, taken, {})
             return self._begin_trial(study, taken, space.suggestion(chosen.settings), space)
 
     def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
-        """Take the first of some baselines, or of what goes to the holdout, by name.
+        """Take the first of some baselines, or of the candidates for the holdout, by name.
 
-        None if all are taken or done. One that failed is tried again, once by each process.
+        None if all are taken or done. If one failed, each process tries it once.
         """
         study = self._studies[BESIDE]
 
@@ -233,14 +234,13 @@ class Study:
             return taken["kind"] == kind and taken["name"] in wanted
 
         with self.turn(), _quiet():
-            if (left := self._resume(study, is_wanted)) is not None:
-                return left
-            begun = study.get_trials(deepcopy=False)
+            if (resumed := self._resume(study, is_wanted)) is not None:
+                return resumed
             closed = {
                 taken["name"]
-                for found in begun
-                if is_wanted(taken := found.user_attrs[TAKEN])
-                and (found.state.name != "FAIL" or taken["owner"] == self._presence.mark)
+                for trial in study.get_trials(deepcopy=False)
+                if is_wanted(taken := trial.user_attrs[TAKEN])
+                and (trial.state.name != "FAIL" or taken["owner"] == self._presence.mark)
             }
             name = next((name for name in wanted if name not in closed), None)
             if name is None:
@@ -251,7 +251,7 @@ class Study:
     def _resume(
         self, study: Any, is_wanted: Callable[[Any], bool], space: Space | None = None
     ) -> Claim | None:
-        """Take the first trial that a process has taken, or was about to take, and died over."""
+        """Take the first trial whose process has died, after taking it or just before."""
         states = _optuna().trial.TrialState
         for _ in study.get_trials(deepcopy=False, states=(states.WAITING,)):
             study.ask()
@@ -270,13 +270,13 @@ class Study:
     def _begin_trial(
         self, study: Any, taken: dict[str, Any], suggestion: Any, space: Space | None = None
     ) -> Claim:
-        """Begin a trial that is known before; what it is for survives if this process dies."""
+        """Begin a trial whose purpose is known, and is kept if this process dies."""
         taken["owner"] = self._presence.mark
         study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
         return self._claim(study, study.ask(), taken, space)
 
     def _claim(self, study: Any, trial: Any, taken: Mapping[str, Any], space: Any) -> Claim:
-        """Write down who has a trial, and its settings where the sampler chooses them."""
+        """Write down who has a trial, and its settings if the sampler chooses them."""
         suggested = {} if space is None else {"settings": space.suggest(trial)}
         known = {**suggested, **taken, "owner": self._presence.mark}
         trial.set_user_attr(TAKEN, known)
@@ -284,12 +284,12 @@ class Study:
         return Claim(self, study, trial, settings, shift, known.get("name", ""))
 
     def is_busy(self, kind: str = "") -> bool:
-        """Tell if anybody has taken something that is not done: a trial, or of a kind beside."""
+        """Tell if a trial that was taken is not done; with `kind`, look beside the trials."""
         study = self._studies[BESIDE if kind else TRIALS]
         return any(
-            not found.state.is_finished()
-            for found in study.get_trials(deepcopy=False)
-            if not kind or found.user_attrs[TAKEN]["kind"] == kind
+            not trial.state.is_finished()
+            for trial in study.get_trials(deepcopy=False)
+            if not kind or trial.user_attrs[TAKEN]["kind"] == kind
         )
 
     # ------------------------------------------------------------ reading
@@ -297,13 +297,13 @@ class Study:
     def trials(self) -> list[Placed]:
         """Return all trials that have begun, in the order of their numbers."""
         begun = self._studies[TRIALS].get_trials(deepcopy=False)
-        found = [(trial, trial.user_attrs[TAKEN]) for trial in begun if TAKEN in trial.user_attrs]
-        return [Placed(self._read(t), taken["place"], taken.get("shift", 0)) for t, taken in found]
+        taken = [(trial, trial.user_attrs[TAKEN]) for trial in begun if TAKEN in trial.user_attrs]
+        return [Placed(self._read(t), note["place"], note.get("shift", 0)) for t, note in taken]
 
     def beside(self, kind: str) -> list[Trial]:
-        """Return the baselines, or what was scored on the holdout; the last try of each."""
-        found = self._studies[BESIDE].get_trials(deepcopy=False)
-        of_kind = [trial for trial in found if trial.user_attrs[TAKEN]["kind"] == kind]
+        """Return the baselines, or the trials on the holdout; the last try of each."""
+        begun = self._studies[BESIDE].get_trials(deepcopy=False)
+        of_kind = [trial for trial in begun if trial.user_attrs[TAKEN]["kind"] == kind]
         latest = {trial.user_attrs[TAKEN]["name"]: trial for trial in of_kind}
         return [self._read(trial) for trial in latest.values()]
 
@@ -311,7 +311,7 @@ class Study:
         state = next(state for state, name in OPTUNA_STATES.items() if name == found.state.name)
         taken = found.user_attrs[TAKEN]
         if state is State.RUNNING and not self._presence.is_alive(taken["owner"]):
-            state = State.WAITING  # for somebody who continues the study
+            state = State.WAITING  # until somebody continues the study
         kept = dict(found.user_attrs.get(OUTCOME, {})) if found.state.is_finished() else {}
         if kept.get("scored") is not None:
             kept["scored"] = Scored(**kept["scored"])
@@ -339,7 +339,7 @@ class Claim:
     def end(
         self, state: State, *, slacks: Mapping[str, float] | None = None, **outcome: Any
     ) -> Trial:
-        """Write down what became of it; what is written last makes it count."""
+        """Write down the outcome; the last thing written makes it count."""
         for name, slack in (slacks or {}).items():
             self._taken.set_constraint(name, slack)
         ended = Trial(self.number, dict(self.settings), outcome.pop("seed", 0), state, **outcome)
@@ -353,7 +353,7 @@ class Claim:
 
 
 def _sampler(name: str, seed: Sequence[int]) -> Any:
-    """Make a sampler; each trial has a new one, so that a resumed study goes on unchanged."""
+    """Make a sampler; each trial has a new one, so that a resumed study continues unchanged."""
     samplers = _optuna().samplers
     options: dict[str, Any] = {"multivariate": True, "group": True} if name == "tpe" else {}
     kind = samplers.TPESampler if name == "tpe" else samplers.RandomSampler
@@ -361,7 +361,7 @@ def _sampler(name: str, seed: Sequence[int]) -> Any:
 
 
 def _flat(document: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a charter: the names that people write, and the values."""
+    """Yield the settings of a charter: their names as people write them, and their values."""
     for name, value in document.items():
         if isinstance(value, dict) and "from" not in value:
             yield from _flat(value, CHARTER_WORDS.get(name, f"{start}{name}."))
@@ -380,7 +380,7 @@ def _optuna() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide Optuna's warnings about what it calls experimental."""
+    """Hide Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

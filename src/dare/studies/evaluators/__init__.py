@@ -8,12 +8,12 @@
     "data:file,file"            data files, each a task; `held-out:` for the third held out
     a callable                  a function, in this process
 
-All are used the same way: make a candidate, then score it. Whatever an evaluator does wrong is an
+All are used the same way: make a candidate, then score it. Any failure of an evaluator is an
 EvaluationError; after that, the next candidate can be made.
 
-What is apart runs in a process of its own, so that a crash or a hang costs one candidate. That
-process also holds the models and makes the candidates. It imports little at first: whether there is
-such a function is known in a tenth of a second.
+Most run in a separate process, so that a crash or a hang costs only one candidate. That process
+also holds the models and makes the candidates. It imports little at first: it takes a tenth of a
+second to find out whether a function exists.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KINDS: list[EvaluatorKind] = [
     harness,
     commands,
     functions,
-]  # the first that recognises one takes it
+]  # the first that recognises an evaluator takes it
 
 
 def kind_of(evaluator: Evaluator) -> EvaluatorKind:
@@ -69,8 +69,8 @@ def check_evaluator(evaluator: str) -> None:
 def source_digest(evaluator: Evaluator) -> str:
     """Return a digest of the files that an evaluator names, or of a function's own lines.
 
-    It is empty if there are none: so with tasks of the harness, and with a lambda, whose lines are
-    also those of the call that it stands in.
+    It is empty if there are none: for tasks of the harness, and for a lambda, whose lines belong to
+    the call around it.
     """
     digest = sha256()
     if isinstance(evaluator, str):
@@ -85,7 +85,7 @@ def source_digest(evaluator: Evaluator) -> str:
             with file.open("rb") as opened:
                 file_digest(opened, lambda: digest)  # data may be large: it is read by pieces
     elif getattr(evaluator, "__name__", "<lambda>") != "<lambda>":
-        with suppress(OSError, TypeError):  # of one that was typed in, there are no lines
+        with suppress(OSError, TypeError):  # a function that was typed in has no lines
             digest.update(inspect.getsource(evaluator).encode())
     return "" if digest.digest() == sha256().digest() else digest.hexdigest()
 
@@ -100,7 +100,7 @@ def open_scorer(
 ) -> Scorer:
     """Get an evaluator ready to score candidates of a recipe's models.
 
-    Scoring one may take `time_limit` seconds. Files that it needs are written in `work`, and
+    Scoring a candidate may take `time_limit` seconds. Files for it are written in `work`, and
     deleted. It may use as many threads as the options say; by default, all cores.
     """
     from dare.recipe.options import USUAL
@@ -133,17 +133,17 @@ class Scorer(ABC):
 
     @abstractmethod
     def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
-        """Write the Gram matrices of models by name, each on the inputs of its own items.
+        """Write the Gram matrices of models by name, each on the inputs of its items.
 
-        A model is given by the recipe that makes it alone.
+        Each model is given by the recipe that makes it alone.
         """
 
     @abstractmethod
     def gather_norms(self, path: Path, recipe: Recipe) -> bool:
-        """Write what a recipe has gathered, and the statistics of its candidate's norms.
+        """Write the tensors that a recipe has gathered, and the statistics of its norms.
 
-        With the file as `gathered` a merge gives the candidate as it is scored. Return False, and
-        write nothing, if there are no such norms.
+        With this file as `gathered`, a merge gives the candidate as it was scored. Return False,
+        and write nothing, if there are no such norms.
         """
 
     @abstractmethod
@@ -151,12 +151,12 @@ class Scorer(ABC):
         """Return the first of these items of each task, as the candidate sees and answers it.
 
         Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
-        files can be looked at; of others, there is nothing.
+        files have a preview; for other evaluators the list is empty.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End what was started, and delete what was written."""
+        """End the process if there is one, and delete temporary files."""
 
 
 class FunctionScorer(Scorer):
@@ -182,11 +182,11 @@ class FunctionScorer(Scorer):
         return digest
 
     def _recompute_norms(self, recipe: Recipe) -> None:
-        """Take the statistics of a live candidate's norms anew, unless its recipe has them."""
+        """Measure the statistics of a live candidate's norms, unless its recipe has them."""
         from dare.deltas.gathering import recomputing
         from dare.inputs.gathered import has_statistics
 
-        is_merge = len(recipe.models) > 1 and recipe.scale != 0  # others have their own
+        is_merge = len(recipe.models) > 1 and recipe.scale != 0  # else a model's are right
         if not is_merge or not self._has_norms():
             return
         if recipe.gathered is None or not has_statistics(recipe.gathered):
@@ -249,7 +249,7 @@ class FunctionScorer(Scorer):
 
 @contextmanager
 def _naming_failure(what: str, ours: type[DareError] = EvaluationError) -> Iterator[None]:
-    """Say of an error in the user's code, unless it is one of `ours`, what failed."""
+    """Add what failed to an error in the user's code, unless it is one of `ours`."""
     try:
         yield
     except ours:
@@ -259,7 +259,7 @@ def _naming_failure(what: str, ours: type[DareError] = EvaluationError) -> Itera
 
 
 class ProcessScorer(Scorer):
-    """Scores candidates by a function in a process, which is started anew when it has ended."""
+    """Scores candidates by a function in a process, which is restarted if it has ended."""
 
     def __init__(
         self,
@@ -284,14 +284,14 @@ class ProcessScorer(Scorer):
         process = self._process = AnsweringProcess(self._evaluator, Answering, threads)
         try:
             limit = limit and max(limit, functions.READY_SECONDS)
-            found = process.ask("find", self._evaluator, limit)
-            self.takes_items = found["takes_items"]
-            if found["form"] == "path":  # ours, so that it goes away even if the process crashes
+            function = process.ask("find", self._evaluator, limit)
+            self.takes_items = function["takes_items"]
+            if function["form"] == "path":  # made here, to be deleted even if the process crashes
                 self._folder = temporary_folder(self.work)
             request = {
                 "recipe": Request(self.recipe, self.options).to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
-                # The files of stages that are no package's: who makes candidates needs them too.
+                # The files of stages that are in no package: that process needs them, too.
                 "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
             }
             process.ask("open", request, limit)
@@ -317,12 +317,12 @@ class ProcessScorer(Scorer):
         return bool(is_written)
 
     def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
-        found: list[dict[str, str]]
-        found, _ = self._ask("preview", items and list(items), self._time_limit)
-        return found
+        examples: list[dict[str, str]]
+        examples, _ = self._ask("preview", items and list(items), self._time_limit)
+        return examples
 
     def _ask(self, verb: str, given: Any, limit: float | None = None) -> tuple[Any, str]:
-        """Return the reply, and what was printed meanwhile."""
+        """Return the reply, and the output printed meanwhile."""
         process = self._process or self._start()
         try:
             return process.ask(verb, given, limit), process.printed.shown()
@@ -341,7 +341,7 @@ class ProcessScorer(Scorer):
 
 
 class Answering:
-    """The function and the scorer of a process; the requests come in this order."""
+    """The function and the scorer in the process; requests come in this order."""
 
     def find(self, evaluator: str) -> dict[str, Any]:
         self.function = kind_of(evaluator).find(evaluator, None, None)

@@ -4,8 +4,9 @@ Models are run by transformers, in float32, on a GPU if there is one. A task's s
 its items: right or wrong, bits a byte, or for pairs the products of standardised ranks, whose mean
 is Spearman's correlation among the pairs that are scored together.
 
-Examples are sorted by length and run in batches, the same ones for the same ids. Sums depend on the
-shape of a batch in their last bits, so an example near a tie may change if others are scored.
+Examples are sorted by length and run in batches, the same ones for the same ids. The last bits of
+sums depend on the shape of a batch, so the result of an example near a tie may depend on the others
+in its batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dare.studies.evaluators.functions import Evaluator, Function
 PREFIXES = {False: "data:", True: "held-out:"}  # by whether examples are held out of choosing
 USAGE = f"{PREFIXES[False]}file,file"
 IN_OWN_PROCESS = True
-# The ends of the names of classes that a kind of model has; any class can be an encoder.
+# The endings of the class names for each kind of model; any class can be an encoder.
 CLASSES = {
     "writer": LANGUAGE_MODELS,
     "classifier": ("ForSequenceClassification",),
@@ -39,9 +40,9 @@ CLASSES = {
 BATCH_SIZE = 32
 MOST_TOKENS = 2_048  # of an input; fewer if the model takes fewer
 MOST_LOGITS = 1 << 27  # of a batch, at 4 bytes each
-PATTERN_TOKENS = 64  # are generated where no answer says how many are needed
+PATTERN_TOKENS = 64  # to generate if no answer shows how many are needed
 LINE_TOKENS = 64  # longer outputs may have several lines
-INPUTS_OF_A_TASK = 100  # are enough for statistics of a layer's inputs
+INPUTS_OF_A_TASK = 100  # enough for statistics of a layer's inputs
 INPUT_TOKENS = 512
 SHOWN_CHARACTERS = 600
 LINE_END = re.compile(r"\S.*\n")
@@ -49,7 +50,7 @@ REASONED_END = re.compile(r"####.*\S.*\n")
 
 
 def recognises(evaluator: Evaluator) -> bool:
-    """Tell if it begins like one."""
+    """Tell if an evaluator has a prefix of data files."""
     return isinstance(evaluator, str) and evaluator.startswith(tuple(PREFIXES.values()))
 
 
@@ -86,12 +87,12 @@ def find(evaluator: str, _time_limit: float | None = None, _threads: int | None 
     needed |= {"PIL": "pillow"} if "image classifier" in kinds else {}
     if missing := [needed[name] for name in needed if importlib.util.find_spec(name) is None]:
         raise RecipeError(f"{evaluator}: needs {', '.join(missing)}: {install_command('data')}")
-    found = Examples(tasks, held_out=evaluator.startswith(PREFIXES[True]))
-    return Function(found.score, "model", True, found.load_model, found.preview, found.run_inputs)
+    side = Examples(tasks, held_out=evaluator.startswith(PREFIXES[True]))
+    return Function(side.score, "model", True, side.load_model, side.preview, side.run_inputs)
 
 
 class Examples:
-    """Examples of tasks on one side, by which one model after the other is scored."""
+    """The examples of tasks on one side, held out or not, which score one model after the other."""
 
     def __init__(self, tasks: Sequence[Task], *, held_out: bool) -> None:
         self._tasks = tasks
@@ -113,30 +114,30 @@ class Examples:
         """Score the live model on all examples of this side, or on those with these ids."""
         values: dict[str, float] = {}
         for runner, examples in self._chosen(items):
-            found = runner.values(examples, runner.answer(examples))
-            values |= zip((example.id for example in examples), found, strict=True)
+            scores = runner.values(examples, runner.answer(examples))
+            values |= zip((example.id for example in examples), scores, strict=True)
         return {"items": values}
 
     def preview(self, _model: Any, items: Sequence[str] | None = None) -> list[dict[str, str]]:
         """Return the first example of each task as the model sees it, and its answer."""
-        found = []
+        previews = []
         for runner, (example, *_) in self._chosen(items):
             (answer,) = runner.answer([example])
             texts = runner.model_input(example.values), *runner.describe(example.values, answer)
             shown = [f"{t[:SHOWN_CHARACTERS]}…" if len(t) > SHOWN_CHARACTERS else t for t in texts]
             named = dict(zip(("example", "expected", "answered"), shown, strict=True))
-            found.append({"name": runner.task.name, "kind": runner.task.kind, **named})
-        return found
+            previews.append({"name": runner.task.name, "kind": runner.task.kind, **named})
+        return previews
 
     def run_inputs(self, _model: Any, items: Sequence[str] | None = None) -> None:
-        """Run the live model on about 100 inputs of each task, with right answers it would write.
+        """Run the live model on about 100 inputs of each task, with their right answers.
 
         Batches have no padding, so that statistics of a layer's inputs are those of the texts.
         """
         import torch
 
         for runner, examples in self._chosen(items):
-            with torch.no_grad():  # whoever listens may keep what inference mode would not let go
+            with torch.no_grad():  # hooks may keep tensors, which inference mode would restrict
                 runner.run_inputs(examples[:: -(-len(examples) // INPUTS_OF_A_TASK)])
 
     def _chosen(self, items: Sequence[str] | None) -> Iterator[tuple[Runner, list[TaskExample]]]:
@@ -166,7 +167,7 @@ class LiveModel:
         auto = transformers.AutoImageProcessor if is_image else transformers.AutoTokenizer
         try:
             self.reader = auto.from_pretrained(base, local_files_only=True)
-        except Exception as error:  # whatever its files do to a tokenizer's code
+        except Exception as error:  # its files can make a tokenizer's code raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise InputError(f"{base}: has no {auto.__name__} that works: {reason}") from error
         if not is_image:
@@ -175,30 +176,31 @@ class LiveModel:
     def _read_limits(self, *, is_writer: bool) -> None:
         from transformers import GenerationConfig
 
-        own, reader = getattr(self.model, "generation_config", None), self.reader
+        generation, reader = getattr(self.model, "generation_config", None), self.reader
         ends = {reader.eos_token_id}
-        for end in (getattr(self.config, "eos_token_id", None), getattr(own, "eos_token_id", None)):
+        for config in (self.config, generation):
+            end = getattr(config, "eos_token_id", None)
             ends |= set(end if isinstance(end, list) else [end])
         usual = next((end for end in sorted(ends - {None})), 0)
         self.start = usual if reader.bos_token_id is None else reader.bos_token_id
         self.pad = usual if reader.pad_token_id is None else reader.pad_token_id
-        self.model.config.pad_token_id = self.pad  # by which classifiers find the last token
+        self.model.config.pad_token_id = self.pad  # classifiers need it to find the last token
         places = getattr(self.config, "max_position_embeddings", None) or MOST_TOKENS
         self.most = min(places, reader.model_max_length, MOST_TOKENS)
         self.most_scored_tokens = max(1, MOST_LOGITS // self.config.vocab_size)  # tokens of a batch
         if is_writer:
             reader.truncation_side = "left"  # the end of a prompt is the question
             kept = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
-            self.model.generation_config = GenerationConfig(  # not to sample or to penalise
-                **{name: getattr(own, name, None) for name in kept},
+            self.model.generation_config = GenerationConfig(  # without sampling or penalties
+                **{name: getattr(generation, name, None) for name in kept},
                 eos_token_id=sorted(ends - {None}) or None,
                 pad_token_id=self.pad,
                 do_sample=False,
             )
 
     def encode(self, texts: Sequence[str], most: int | None, *, special: bool = True) -> Any:
-        """Return the tokens of texts, at most so many of each."""
-        if not texts:  # which no tokenizer takes
+        """Return the tokens of texts, at most `most` of each."""
+        if not texts:  # no tokenizer takes an empty list
             return []
         cut = {} if most is None else {"truncation": True, "max_length": most}
         texts = list(texts)
@@ -249,7 +251,7 @@ def in_batches(
 
 
 def _token_log_likelihoods(logits: Any, ids: Any) -> Any:
-    """Return the log-likelihoods of all tokens but the first, in float32."""
+    """Return the log-likelihoods of all tokens after the first, in float32."""
     scores = logits[:, :-1].float().log_softmax(-1)
     return scores.gather(-1, ids[:, 1:, None])[..., 0]
 
@@ -315,7 +317,7 @@ class PromptedRunner(Runner):
         return prompt
 
     def continued(self, values: dict[str, Any], texts: Sequence[str]) -> list[str]:
-        """Return the prompt with each text after it, and a space between where one belongs."""
+        """Return the prompt with each text after it, and a space between if one belongs there."""
         prompt = self.model_input(values)
         is_word = prompt[-1:].isalnum() or prompt[-1:] in tuple(":.,;?!)]")
         return [f"{prompt}{' ' if is_word else ''}{text}" for text in texts]
@@ -385,15 +387,15 @@ class MultipleChoiceRunner(PromptedRunner):
     """The choice with the highest log-likelihood per character."""
 
     def answer(self, examples: list[TaskExample]) -> list[Any]:
-        rows, own = [], []  # tokens of all choices, and how many are not those of the prompt
+        rows, counts = [], []  # tokens of all choices, and how many come after the prompt
         for example in examples:
             texts = self.continued(example.values, example.values["choices"])
-            prompt, *found = self.encode([self.model_input(example.values), *texts], None)
-            shared = min(_count_shared(prompt, row) for row in found)
-            own += [len(row) - shared for row in found]
-            rows += [[self.live.start] * (not shared) + row for row in found]
+            prompt, *encoded = self.encode([self.model_input(example.values), *texts], None)
+            shared = min(_count_shared(prompt, row) for row in encoded)
+            counts += [len(row) - shared for row in encoded]
+            rows += [row if shared else [self.live.start, *row] for row in encoded]
         known = self.live.log_likelihoods([row[-self.live.most :] for row in rows])
-        scores = iter(sum(each[-count:]) for each, count in zip(known, own, strict=True))
+        scores = iter(sum(each[-count:]) for each, count in zip(known, counts, strict=True))
         answers = []
         for choices in (example.values["choices"] for example in examples):
             each = [next(scores) / len(choice) for choice in choices]
@@ -411,13 +413,13 @@ class MultipleChoiceRunner(PromptedRunner):
 
 
 def _count_shared(prompt: list[int], row: list[int]) -> int:
-    """Return the number of tokens that a row shares with its prompt; at least one is its own."""
+    """Return the number of tokens that a row shares with its prompt; at least one is not shared."""
     most = min(len(prompt), len(row) - 1)
     return next((n for n in range(most) if prompt[n] != row[n]), most)
 
 
 class BitsPerByteRunner(Runner):
-    """Bits that the model needs for a byte of a text, in windows of the length that it takes."""
+    """Bits that the model needs for a byte of a text, in windows of the model's length."""
 
     def answer(self, examples: list[TaskExample]) -> list[Any]:
         step, windows, owners = self.live.most - 1, [], []
@@ -428,9 +430,9 @@ class BitsPerByteRunner(Runner):
                 windows.append(whole[start : start + step + 1])
                 owners.append(number)
         bits = [0.0] * len(texts)
-        for owner, found in zip(owners, self.live.log_likelihoods(windows), strict=True):
-            bits[owner] -= sum(found) / float(np.log(2))
-        return [own / len(text.encode()) for own, text in zip(bits, texts, strict=True)]
+        for owner, of_tokens in zip(owners, self.live.log_likelihoods(windows), strict=True):
+            bits[owner] -= sum(of_tokens) / float(np.log(2))
+        return [count / len(text.encode()) for count, text in zip(bits, texts, strict=True)]
 
     def value(self, _values: dict[str, Any], answer: float) -> float:
         return answer

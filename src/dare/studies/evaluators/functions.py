@@ -1,8 +1,8 @@
-"""Functions that score, which all kinds of evaluators come down to, and the scores they return.
+"""Functions that score, to which all kinds of evaluators are reduced, and the scores they return.
 
-The usual kind names one: `module:function`, `folder/file.py:function`, or a callable. Its first
-parameter says by its name what it is given: `tensors`, `model` or `path`. A parameter `items` says
-that it can score some of the items alone.
+The usual kind names a function: `module:function`, `folder/file.py:function`, or a callable. The
+name of its first parameter says what it receives: `tensors`, `model` or `path`. A parameter `items`
+says that it can score some of the items alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ READY_SECONDS = 600.0  # the least limit for importing it and its model, if scor
 
 @dataclass(frozen=True)
 class Function:
-    """A function that scores a candidate, and what it takes.
+    """A function that scores a candidate, and the arguments it takes.
 
     `call` gets the candidate in its form, and `items` if it takes them. It returns a number,
     numbers by name, or `Scored`.
@@ -55,7 +55,7 @@ class EvaluatorKind(Protocol):
     """A module that knows one kind of evaluator."""
 
     USAGE: str  # the form that such an evaluator has, for messages
-    IN_OWN_PROCESS: bool  # True if it runs in a process of its own, which also makes the candidates
+    IN_OWN_PROCESS: bool  # True if it runs in its own process, which also makes the candidates
 
     def recognises(self, evaluator: Any, /) -> bool:
         """Tell if an evaluator is of this kind."""
@@ -64,7 +64,7 @@ class EvaluatorKind(Protocol):
         """Raise RecipeError, before any model is read, if it cannot work."""
 
     def find(self, evaluator: Any, time_limit: float | None, threads: int | None, /) -> Function:
-        """Return the function that scores; time and threads are limited already if apart."""
+        """Return the function that scores; its own process already limits time and threads."""
 
 
 # ---------------------------------------------------------------- the kind
@@ -95,7 +95,7 @@ class Importing:
 def find(
     evaluator: Evaluator, time_limit: float | None = None, _threads: int | None = None
 ) -> Function:
-    """Import what a text names; RecipeError if there is no such thing, or it cannot be called."""
+    """Import the function that a text names; RecipeError if it is missing or not callable."""
     if isinstance(evaluator, str):
         place, _, name = evaluator.rpartition(":")
         module = import_program(place)
@@ -114,7 +114,7 @@ def find(
 
 
 def read_signature(function: Any, shown: str, beside: Mapping[str, Any]) -> Function:
-    """Return what a function takes, by the names of its parameters, and what stands beside it."""
+    """Return a function's form and arguments, by its parameters and the names `beside` it."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -142,8 +142,8 @@ def read_signature(function: Any, shown: str, beside: Mapping[str, Any]) -> Func
 def read_scores(returned: object, asked: Iterable[str] | None = None) -> Scored:
     """Turn a number, or a table of numbers that may hold `items`, into scores.
 
-    Where only items are given, the score of a group is the mean of its items. If items were asked
-    for, others are refused.
+    If only items are given, the score of a group is the mean of its items. If certain items were
+    asked for, others are refused.
 
     >>> read_scores({"items": {"add/1": 1, "add/2": 0, "sort/1": 1}}).scores
     {'add': 0.5, 'sort': 1.0}
@@ -171,9 +171,9 @@ def read_scores(returned: object, asked: Iterable[str] | None = None) -> Scored:
 
 def compare_items(first: Scored, now: Scored) -> str | None:
     """Return how items and names of scores differ from those of the first time; None if not."""
-    found = _differences("item", first.items, now.items)
-    found += _differences("score", first.scores, now.scores)
-    return f"they are not those of the first candidate: {'; '.join(found)}" if found else None
+    texts = _differences("item", first.items, now.items)
+    texts += _differences("score", first.scores, now.scores)
+    return f"they are not those of the first candidate: {'; '.join(texts)}" if texts else None
 
 
 def _differences(word: str, expected: Iterable[str], found: Iterable[str]) -> list[str]:
@@ -191,7 +191,7 @@ def _name(name: object, what: str) -> str:
 
 
 def _number(value: Any, name: object) -> float:
-    """Return a finite number; one in an array or a tensor of one element will do."""
+    """Return a finite number, also from an array or a tensor of one element."""
     plain = value
     if hasattr(value, "item"):
         try:

@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness as an evaluator: `lm_eval:TASK,TASK@FOLDER`.
 
 A task's score is the first of `METRICS` that it has, and its items are its documents, as
-`task/number`. Prompts with randomly drawn examples depend on which documents are scored, so where
-a task has those, documents are scored all together only.
+`task/number`. Prompts with randomly drawn examples depend on which documents are scored, so if a
+task has such prompts, all documents must be scored together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dare.studies.evaluators.functions import Evaluator, Function
 PREFIX = "lm_eval:"
 USAGE = f"{PREFIX}task@folder"
 IN_OWN_PROCESS = True
-# By preference: a task's score is the first that it has, otherwise its own first.
+# By preference: a task's score is the first of these that it has, else its first metric.
 METRICS = ("acc_norm", "acc", "exact_match", "f1", "em", "bleu", "rouge1", "mcc")
 BATCH_SIZE = 8  # always the same, as sums over a batch depend on it in the last bits
-SEED = 1234  # for everything that the harness draws
+SEED = 1234  # for all random choices of the harness
 
 
 def recognises(evaluator: Evaluator) -> bool:
-    """Tell if it begins like one."""
+    """Tell if an evaluator has the prefix of tasks of the harness."""
     return isinstance(evaluator, str) and evaluator.startswith(PREFIX)
 
 
@@ -50,7 +50,7 @@ def split_tasks(text: str) -> tuple[list[str], Path | None]:
 
 
 def check(text: str) -> None:
-    """Refuse a text that names no tasks, or a folder that is not there."""
+    """Refuse a text that names no tasks, or a missing folder."""
     tasks, folder = split_tasks(text)
     if not tasks:
         raise RecipeError(f"{text}: names no task; write lm_eval:task,task@folder")
@@ -75,7 +75,7 @@ class Harness:
                 task.set_config(key="num_fewshot", value=0)
             in_order = type(getattr(task, "sampler", None)).__name__ == "FirstNSampler"
             if task.get_config("num_fewshot") and not in_order:
-                self.takes_items = False  # examples are drawn, one document after the other
+                self.takes_items = False  # examples are drawn for one document after the other
 
     def load_model(self, base: Path) -> Any:
         """Return the base as a live model; its tokenizer is that of all candidates."""
@@ -91,7 +91,7 @@ class Harness:
 
         chosen = None if items is None else _by_task(items)
         tasks = {n: t for n, t in self._tasks.items() if chosen is None or n in chosen}
-        # As `lm_eval.simple_evaluate` does, which also takes a second to describe the machine.
+        # As in `lm_eval.simple_evaluate`, which also takes a second to describe the machine.
         random.seed(SEED)
         np.random.seed(SEED)
         sys.modules["torch"].manual_seed(SEED)
