@@ -43,6 +43,16 @@ def weights(seed, *shape, scale=1.0, dtype=np.float32):
     return np.asarray(values).astype(dtype)
 
 
+def tuned_as(base, seed, scale):
+    """Other weights; whole numbers as they are."""
+    return {
+        name: (w.astype(np.float32) + weights(seed, *w.shape, scale=scale)).astype(w.dtype)
+        if name != "positions"
+        else w
+        for name, w in base.items()
+    }
+
+
 def pair(dtype=np.float32, tuned_dtype=None):
     """A base and a fine-tune: two matrices, a vector, one tensor that is unchanged, integers."""
     base = {
@@ -292,16 +302,10 @@ def test_a_lossless_file_is_read_as_the_model(models, tmp_path):
 @pytest.fixture
 def three(tmp_path):
     base, _ = pair(ml_dtypes.bfloat16)
-    names = ("math", "code", "law")
-    files = []
-    for number, name in enumerate(names):
-        tuned = {
-            n: (w.astype(np.float32) + weights(20 + number, *w.shape, scale=0.05)).astype(w.dtype)
-            if n != "positions"
-            else w
-            for n, w in base.items()
-        }
-        files.append(save(tmp_path / f"{name}.safetensors", tuned))
+    files = [
+        save(tmp_path / f"{name}.safetensors", tuned_as(base, seed, 0.05))
+        for seed, name in enumerate(("math", "code", "law"), start=20)
+    ]
     return save(tmp_path / "base.safetensors", base), files
 
 

@@ -37,14 +37,15 @@ def read_adapter(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def pair(module: str, rows: int, rank: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Factors of small multiples of 1/8, whose products and sums are exact in float32."""
     generator = np.random.default_rng(seed)
+    sides = {"A": (rank, columns), "B": (rows, rank)}
     return {
-        f"{module}.lora_A.weight": _eighths(generator, rank, columns),
-        f"{module}.lora_B.weight": _eighths(generator, rows, rank),
+        f"{module}.lora_{letter}.weight": generator.integers(-8, 8, shape).astype(np.float32) / 8
+        for letter, shape in sides.items()
     }
 
 
-def _eighths(generator: np.random.Generator, *shape: int) -> np.ndarray:
-    return generator.integers(-8, 8, shape).astype(np.float32) / 8
+def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def product(tensors: Mapping[str, np.ndarray], module: str) -> np.ndarray:

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from peft_models import pair, product, read_adapter, write_adapter
+from peft_models import gaussian, pair, product, read_adapter, write_adapter
 from safetensors.numpy import save_file
 
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
@@ -21,10 +21,6 @@ SHAPES = {
     EMBED: (12, 6),
     HEAD: (12, 6),
 }
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 @pytest.fixture

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft_models import gaussian
 
 from dare.errors import InputError, RecipeError
 from dare.lora import low_rank
 from dare.lora.low_rank import Wanted, truncate_matrix, truncate_product
-
-
-def gaussian(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def least_error(matrix, rank):

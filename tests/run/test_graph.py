@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_merges import base_and_tuned
 
 import dare
 from dare.inputs.sources import hold_open
@@ -32,24 +33,7 @@ METHODS = {
 
 @pytest.fixture
 def models():
-    generator = np.random.default_rng(3)
-    base = {
-        "a.weight": generator.standard_normal((40, 30), np.float32),
-        "b.weight": generator.standard_normal((17,), np.float32),
-        "ids": np.arange(5),
-    }
-    tuned = [
-        {
-            n: (
-                v + generator.standard_normal(v.shape, np.float32) / 50
-                if v.dtype == np.float32
-                else v
-            )
-            for n, v in base.items()
-        }
-        for _ in range(2)
-    ]
-    return base, tuned
+    return base_and_tuned({"a.weight": (40, 30), "b.weight": (17,), "ids": (5,)}, size=0.02)
 
 
 def merged(plan, **options):

@@ -1,9 +1,9 @@
 """A rule may name a method: its tensors come out as if there were no others."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_merges import base_and_tuned
 
 import dare
 from dare import TensorRule
@@ -23,16 +23,6 @@ METHODS = (
 SHAPES = {"a.weight": (40, 24), "b.weight": (24, 40), "c.weight": (64, 16), "d": (64,), "e": ()}
 
 
-def arrays(count=2, shapes=SHAPES):
-    generator = np.random.default_rng(0)
-    base = {n: generator.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-    models = [
-        {n: v + np.float32(0.001) * generator.standard_normal(v.shape) for n, v in base.items()}
-        for _ in range(count)
-    ]
-    return base, [{n: v.astype(np.float32) for n, v in model.items()} for model in models]
-
-
 def tables_of(*methods):
     names = {name for method in methods for name in method.split("+")}
     return {name: table for name, table in STAGES.items() if name in names}
@@ -46,7 +36,7 @@ def tables_of(*methods):
     backend=st.sampled_from(["cpu", "reference"]),
 )
 def test_each_tensor_is_that_of_a_merge_by_its_method_alone(own, by, threads, backend):
-    base, models = arrays()
+    base, models = base_and_tuned(SHAPES)
     run = {"verbose": False, "threads": threads, "backend": backend}
     rules = [TensorRule(match=name, method=method) for name, method in by.items() if method]
     rules.insert(0, TensorRule(match="*", method="sum", weight=0.5))  # later ones replace it
@@ -70,7 +60,7 @@ def test_each_tensor_is_that_of_a_merge_by_its_method_alone(own, by, threads, ba
 
 def mixed(folder, **options):
     """Chunks of four methods, of which two rank the elements of their own tensors together."""
-    base, models = arrays(shapes=dict.fromkeys("abcd", (1000, 310)))
+    base, models = base_and_tuned(dict.fromkeys("abcd", (1000, 310)))
     rules = [
         TensorRule(match="b", method="trim+linear"),
         TensorRule(match="c", method="slerp", settings={"t": 0.75}),
@@ -130,7 +120,7 @@ def test_the_plan_says_how_many_tensors_have_which_method(whole):
 
 def test_reports_count_what_reached_a_dropping_stage_of_any_method():
     shapes = {"a": (100, 100), "b": (100, 100), "c": (100, 200)}
-    base, models = arrays(1, shapes)
+    base, models = base_and_tuned(shapes, 1)
     rules = [
         TensorRule(match="b", method="della+dare+sum", settings={"drop_rate": 0.75}),
         TensorRule(match="c", method="trim+sum"),
@@ -147,7 +137,7 @@ def test_reports_count_what_reached_a_dropping_stage_of_any_method():
 
 
 def test_what_a_model_lacks_counts_as_a_tensors_method_wants_it():
-    base, models = arrays(shapes={"a": (4,), "b": (4,), "c": (4,)})
+    base, models = base_and_tuned({"a": (4,), "b": (4,), "c": (4,)})
     del models[1]["a"], models[1]["b"]
     rules = [TensorRule(match="b", method="slerp")]
     _, report = dare.merge_arrays(

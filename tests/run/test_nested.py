@@ -54,6 +54,13 @@ def merge(recipe, output, **more):
     return dare.merge(recipe, output=output, verbose=False, **more)
 
 
+def save_folder(folder, arrays, config):
+    """Save a model with its configuration; return the folder."""
+    save(folder / "model.safetensors", arrays)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 MATH, CODE, CHAT = (f"{name}.safetensors" for name in ("math", "code", "chat"))
 ELEMENT = recipe_of(MATH, CODE, dare={"drop_rate": 0.5})
 INNER = {
@@ -303,15 +310,12 @@ def test_a_stack_takes_no_models_beside_it():
 
 
 def test_lists_of_a_configuration_have_the_values_of_their_layers(tmp_path):
-    for name, kinds in (("a", "sfsf"), ("b", "ssff")):
-        save(tmp_path / name / "model.safetensors", load_file(MATH))
+    layers = []
+    for name, kinds, span in (("a", "sfsf", [0, 3]), ("b", "ssff", [1, 4])):
         config = {"num_hidden_layers": 4, "layer_types": list(kinds), "sizes": [1, 2]}
-        vision = {"num_hidden_layers": 4}
-        (tmp_path / name / "config.json").write_text(
-            json.dumps({**config, "vision_config": vision})
-        )
-    ranges = [("a", [0, 3]), ("b", [1, 4])]
-    layers = [{"model": str(tmp_path / name), "range": span} for name, span in ranges]
+        config["vision_config"] = {"num_hidden_layers": 4}
+        folder = save_folder(tmp_path / name, load_file(MATH), config)
+        layers.append({"model": folder, "range": span})
     merge({"layers": layers}, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["layer_types"] == list("sfs" + "sff")
@@ -344,10 +348,8 @@ def test_a_model_is_passed_through_in_another_type(tmp_path):
 
 def test_a_stack_of_models_whose_weights_mean_different_things_is_refused(tmp_path):
     for name, theta in (("one", 1e4), ("two", 5e5)):
-        (tmp_path / name).mkdir()
-        save(tmp_path / name / "model.safetensors", tensors(1))
         config = {"model_type": "llama", "rope_theta": theta, "layer_types": [name] * LAYERS}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_folder(tmp_path / name, tensors(1), config)
     ranges = [{"model": str(tmp_path / n), "range": [0, 2]} for n in ("one", "one", "two")]
     with pytest.raises(dare.MismatchError, match=r"number 2.*rope_theta is 500000.0"):
         dare.plan({"layers": ranges[1:]})

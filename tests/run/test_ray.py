@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from small_merges import base_and_tuned
 
 import dare
 from dare.errors import ClusterError, InputError, OutputError, RecipeError
@@ -25,7 +25,7 @@ from dare.run.cluster import MergeJob, _check_arrival, _conclude, task_request
 from dare.run.engine import open_output
 from dare.run.merging import Merge
 from dare.tensors.chunks import CHUNK
-from helpers import save, sha256, write_recipe
+from helpers import save, sha256, wait_until, write_recipe
 
 SOURCES = Path(dare.__file__).parents[1]
 LOCAL = Path(__file__).parents[1] / "cluster" / "local.py"
@@ -116,14 +116,6 @@ class Nodes:
         return {raylet, *map(int, children)}
 
 
-def wait_for(condition, process, seconds=200.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 def test_two_nodes_give_the_bytes_of_threads_though_one_is_killed(tmp_path):
     seen, free = tmp_path / "seen", 12
@@ -145,7 +137,7 @@ def test_two_nodes_give_the_bytes_of_threads_though_one_is_killed(tmp_path):
         return [int(path.name.partition("-")[0]) for path in seen.glob("*-*")]
 
     def is_at_work(number):
-        return nodes.of_node(number) & set(marks())
+        return len(marks()) > free and nodes.of_node(number) & set(marks())
 
     with Nodes() as nodes:
         process = subprocess.Popen(
@@ -156,7 +148,8 @@ def test_two_nodes_give_the_bytes_of_threads_though_one_is_killed(tmp_path):
             env=nodes.environment,
             text=True,
         )
-        wait_for(lambda: len(marks()) > free and all(map(is_at_work, (0, 1))), process)
+        wait_until(lambda: process.poll() is not None or (is_at_work(0) and is_at_work(1)))
+        assert process.poll() is None, process.communicate()
         listening = nodes.listening()
         assert listening
         assert {address[-2:] for address in listening} == {"7F"}, "it listens beyond 127.0.0.0/8"
@@ -174,21 +167,12 @@ def test_two_nodes_give_the_bytes_of_threads_though_one_is_killed(tmp_path):
 # ---------------------------------------------------------------- without Ray
 
 
-SHAPES = {"a": (3, CHUNK // 2), "b": (40, 50), "count": (4,)}
+SHAPES = {"a": (3, CHUNK // 2), "b": (40, 50), "ids": (4,)}
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    generator = np.random.default_rng(0)
-    base = {name: generator.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
-    base["count"] = np.arange(4)
-    tuned = [
-        {name: values + (name != "count") * np.float32(n / 64) for name, values in base.items()}
-        for n in (1, 2)
-    ]
-    for model in tuned:
-        model["count"] = base["count"]
-    return write_recipe(tmp_path, base, tuned)
+    return write_recipe(tmp_path, *base_and_tuned(SHAPES))
 
 
 @pytest.fixture

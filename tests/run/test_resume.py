@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from small_merges import stopping
 
 import dare
 from dare.kernels import DEVICES, Device
-from dare.output.output import Output
 from dare.output.targets import JOURNAL_NAME, partial_folder
 from helpers import save, sha256, write_recipe
 
@@ -68,19 +68,9 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(given, sent, chunks):
 
 def stop(recipe, after):
     """Run a merge that stops after so many chunks."""
-    count, real = 0, Output.record
-
-    def failing(self, records):
-        nonlocal count
-        real(self, records[: after - count])
-        count += len(records)
-        if count > after:
-            raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Output, "record", failing)
         patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
-        with pytest.raises(KeyboardInterrupt):
+        with stopping(after):
             dare.merge(recipe)
 
 

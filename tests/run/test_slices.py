@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from small_merges import base_and_tuned, stopping
 
 import dare
 from dare import DareWarning, InputError, OutputError, RecipeError
 from dare.cli import main
-from dare.output.output import Output
 from dare.output.sink import FileSink
+from dare.output.targets import partial_folder
 from dare.planning.slices import Division, Slice
 from dare.run.engine import open_output
 from dare.run.merging import Merge
@@ -27,19 +28,8 @@ METHODS = {
 
 def arrays():
     """Tensors of two chunks, and two models of them; one tensor is only compared."""
-    generator = np.random.default_rng(0)
-    base = {f"w{n}": generator.standard_normal((10_000, 60 + n), np.float32) for n in range(4)}
-    base["ids"] = np.arange(700_000, dtype=np.int64)
-    models = [
-        {
-            name: value
-            if name == "ids"
-            else value + np.float32(0.0003) * generator.standard_normal(value.shape, np.float32)
-            for name, value in base.items()
-        }
-        for _ in range(2)
-    ]
-    return base, models
+    shapes = {f"w{n}": (10_000, 60 + n) for n in range(4)} | {"ids": (700_000,)}
+    return base_and_tuned(shapes, size=0.0003)
 
 
 def recipe_for(folder, method="dare+linear", **settings):
@@ -63,7 +53,7 @@ def expected(tmp_path_factory):
 
 
 def partial(recipe):
-    return recipe.recipe.output.with_name(recipe.recipe.output.name + ".partial")
+    return partial_folder(recipe.recipe.output)
 
 
 def slice_output(recipe, text):
@@ -71,21 +61,6 @@ def slice_output(recipe, text):
     planned = dare.plan(recipe)
     part = Slice.parse(text)
     return open_output(MergeSlice(Merge(planned), part))
-
-
-def stopped(recipe, text):
-    """Run a slice that stops after a chunk."""
-    real = Output.record
-
-    def failing(self, records):
-        real(self, records[:1])
-        if records:
-            raise OutputError("the disk is full (injected)")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Output, "record", failing)
-        with pytest.raises(OutputError, match="injected"):
-            dare.merge_slice(recipe, text)
 
 
 # ---------------------------------------------------------------- the same bytes
@@ -139,7 +114,8 @@ def test_the_manifest_is_that_of_one_process(tmp_path):
 @pytest.mark.parametrize("then", ["the same", "a merge without slices", "another number"])
 def test_what_slices_have_done_counts(tmp_path, expected, method, then):
     recipe = recipe_for(tmp_path, method)
-    stopped(recipe, "1/2")
+    with stopping(1, OutputError):
+        dare.merge_slice(recipe, "1/2")
     second = dare.merge_slice(recipe, "2/2")
     assert second.unfinished == (1,)
     if then == "the same":
