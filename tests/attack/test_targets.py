@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from interposing import CANNOT_MOUNT, Job, Outcome
-from power import played
+from interposing import CANNOT_MOUNT, Job
+from power import Contents, played
 from scenarios import BY_NAME, Place, Scenario, check_message, check_whole, contents
 
-NOTES = {"notes.txt": b"years of work\n", "runs": None, "runs/log.txt": b"1 2 3\n"}
+NOTES: Contents = {"notes.txt": b"years of work\n", "runs": None, "runs/log.txt": b"1 2 3\n"}
 NAMES = ("file", "directory", "extract", "adapters", "compress", "restore")
 SCENARIOS = [BY_NAME[name] for name in NAMES]
 merges = pytest.mark.parametrize("scenario", SCENARIOS[:2], ids=lambda scenario: scenario.name)
@@ -29,22 +29,6 @@ def made(place: Place, tmp_path):
     return models
 
 
-def merge_into(place: Place, output: Path, base: Path, mounts=()) -> Outcome:
-    """Merge with a base that dare has made, over an output."""
-    model = place.inputs / ("one" if base.is_dir() else "one.safetensors")
-    arguments = ("--base", base, "--merge", model, "--output", output, "--overwrite", "--quiet")
-    job = Job(tuple(map(str, arguments)), place.work, mounts=mounts)
-    (outcome,) = place.warm.run_together([job])
-    return outcome
-
-
-def check_refused(outcome: Outcome, folder: Path, before) -> None:
-    """The command has changed nothing and says why."""
-    check_message(outcome.status, outcome.err, outcome.err)
-    assert contents(folder) == before
-    assert outcome.status == 1, "the output is an input, and nobody minded"
-
-
 MOUNTED = {
     "a folder behind a mount": ("", "view", "view/base", "base"),
     "a file behind a mount": ("", "view", "view/base.safetensors", "base.safetensors"),
@@ -61,11 +45,17 @@ def test_an_input_behind_a_bind_mount_is_never_replaced(place: Place, made, tmp_
     seen = folder / target
     seen.write_bytes(b"") if seen.suffix == ".safetensors" else seen.mkdir()
     before = contents(made)
-    mounts = [(made / source, seen)]
-    outcome = merge_into(place, folder / (output or target), made / (base or source), mounts)
+    start = made / (base or source)
+    model = place.inputs / ("one" if start.is_dir() else "one.safetensors")
+    files = ("--base", start, "--merge", model, "--output", folder / (output or target))
+    arguments = (*map(str, files), "--overwrite", "--quiet")
+    mounts = ((made / source, seen),)
+    (outcome,) = place.warm.run_together([Job(arguments, place.work, mounts=mounts)])
     if outcome.status == CANNOT_MOUNT:
         pytest.skip("bind mounts are not allowed here, even in a namespace of one's own")
-    check_refused(outcome, made, before)
+    check_message(outcome.status, outcome.err, outcome.err)
+    assert contents(made) == before
+    assert outcome.status == 1, "the output is an input, and nobody minded"
 
 
 @folders
@@ -88,7 +78,7 @@ def test_an_adapter_or_model_is_not_replaced_by_what_is_made_of_it(
 
 # ---------------------------------------------------------------- files of other people
 
-FOREIGN = {
+FOREIGN: dict[str, Contents] = {
     "a folder": NOTES,
     "an empty journal": {**NOTES, "journal.jsonl": b""},
     "somebody's journal": {**NOTES, "journal.jsonl": b'{"journal": "of a ship"}\n'},
@@ -98,13 +88,9 @@ FOREIGN = {
 }
 
 
-def put(folder: Path, files) -> None:
-    folder.mkdir()
-    for name, data in files.items():
-        if data is None:
-            (folder / name).mkdir()
-        else:
-            (folder / name).write_bytes(data)
+def below(folder: str, files: Contents) -> Contents:
+    """A folder with files in it."""
+    return {folder: None, **{f"{folder}/{name}": data for name, data in files.items()}}
 
 
 def check_nothing_lost(place: Place, scenario: Scenario, more: tuple[str, ...]) -> None:
@@ -124,15 +110,17 @@ def check_nothing_lost(place: Place, scenario: Scenario, more: tuple[str, ...]) 
 def test_what_is_where_the_output_would_be_made_is_left_as_it_was(
     place: Place, scenario: Scenario, what
 ):
-    partial = place.work / f"{scenario.output}.partial"
+    partial = f"{scenario.output}.partial"
+    theirs: dict[str, Contents] = {
+        **{name: below(partial, files) for name, files in FOREIGN.items()},
+        "a file": {partial: b"precious"},
+        "a link": below("precious", FOREIGN["somebody's first version"]),
+        "a link to nothing": {},
+    }
     for more in ((), ("--overwrite",)):
-        place.reset({f"{scenario.output}.partial": b"precious"} if what == "a file" else {})
-        if what in FOREIGN:
-            put(partial, FOREIGN[what])
-        elif what != "a file":
-            partial.symlink_to("precious")
-        if what == "a link":
-            put(place.work / "precious", FOREIGN["somebody's first version"])
+        place.reset(theirs[what])
+        if "link" in what:
+            (place.work / partial).symlink_to("precious")
         check_nothing_lost(place, scenario, more)
 
 
@@ -151,8 +139,7 @@ def test_overwriting_never_deletes_a_file_that_dare_did_not_write(place: Place, 
     new = place.end(scenario).new
     for name, data in [*NOTES.items(), ("model.gguf", b"precious"), ("x.safetensors", b"precious")]:
         if data is not None:
-            parents = {f"out/{parent}": None for parent in Path(name).parents if parent.name}
-            place.reset({**new, **parents, f"out/{name}": data})
+            place.reset({**new, f"out/{name}": data})
             outcome = place.run((*scenario.command, "--overwrite"))
             check_message(outcome.status, outcome.err, outcome.err)
             kept = place.work / "out" / name
@@ -164,7 +151,7 @@ def test_overwriting_never_deletes_a_file_that_dare_did_not_write(place: Place, 
 def test_what_only_looks_like_our_leftovers_is_left_alone(place: Place, scenario: Scenario):
     new = place.end(scenario).new
     for name in ("out.replaced-1", "out.replaced-mine", "out.partial-1"):
-        theirs = {name: None, **{f"{name}/{file}": data for file, data in NOTES.items()}}
+        theirs = below(name, NOTES)
         place.reset({**new, **theirs})
         place.run((*scenario.command, "--overwrite"))
         after = contents(place.work)

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -293,12 +294,27 @@ def test_a_folder_shows_what_can_be_opened_or_chosen(places):
 # ---------------------------------------------------------------- over the wire
 
 
-@pytest.fixture
-def client(models: Path) -> Iterator[TestClient]:
-    own = OwnModels((models,))
+@contextmanager
+def serving(folder: Path) -> Iterator[TestClient]:
+    """A client of a server that was given a folder."""
+    own = OwnModels((folder,))
     with TestClient(Starlette(routes=own.routes)) as client:
         yield client
     own.close()
+
+
+@pytest.fixture
+def client(models: Path) -> Iterator[TestClient]:
+    with serving(models) as client:
+        yield client
+
+
+def last_job(client: TestClient) -> dict[str, Any]:
+    """The latest job, when it has ended."""
+    jobs = "/api/own/jobs"
+    wait_until(lambda: client.get(jobs).json()[-1]["state"] not in ("waiting", "running"))
+    found: dict[str, Any] = client.get(jobs).json()[-1]
+    return found
 
 
 def plan(client, recipe, **more: Any) -> dict[str, Any]:
@@ -328,8 +344,7 @@ def test_an_output_that_dare_did_not_write_is_not_replaced(client, models, outpu
     body = {"recipe": small(models, output), "overwrite": True}
     assert "was not made by dare" in plan(client, **body)["output_problem"]
     assert client.post("/api/own/jobs", json={**body, "kind": "merge"}).is_success
-    jobs = "/api/own/jobs"
-    wait_until(lambda: client.get(jobs).json()[-1]["state"] == "failed", "the end of the job")
+    assert last_job(client)["state"] == "failed"
     assert output.read_bytes() == b"mine"
 
 
@@ -432,10 +447,8 @@ def ways_out(tmp_path: Path) -> Iterator[tuple[Path, TestClient]]:
     (tmp_path / "out" / "index.json").write_text(json.dumps(index))
     (tmp_path / "out" / "config.json").write_text("{}")
     (tmp_path / "in" / "hop").symlink_to(tmp_path / "out" / "math" / "model.safetensors")
-    own = OwnModels((tmp_path / "in",))
-    with TestClient(Starlette(routes=own.routes)) as client:
+    with serving(tmp_path / "in") as client:
         yield tmp_path, client
-    own.close()
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
@@ -461,9 +474,7 @@ def test_no_link_leads_out_however_deep_it_lies(ways_out, way):
         assert (answer.status_code, "is outside" in answer.text) == (403, True)
     if way == "component":  # and the process of a job refuses it too
         assert client.post("/api/own/jobs", json={"kind": "analyze", "recipe": recipe}).is_success
-        jobs = "/api/own/jobs"
-        wait_until(lambda: client.get(jobs).json()[-1]["state"] == "failed", "the end of the job")
-        assert "is outside" in client.get(jobs).json()[-1]["problem"]
+        assert "is outside" in last_job(client)["problem"]
 
 
 @pytest.mark.parametrize(
@@ -491,13 +502,7 @@ def test_no_recipe_inside_a_recipe_leads_out(ways_out, inner):
 def test_an_analysis(client, models):
     body = {"kind": "analyze", "recipe": small(models)}
     number = client.post("/api/own/jobs", json=body).json()["number"]
-    found: dict[str, Any] = {}
-
-    def is_finished() -> bool:
-        found.update(client.get("/api/own/jobs").json()[number - 1])
-        return found["state"] not in ("waiting", "running")
-
-    wait_until(is_finished)
+    found = last_job(client)
     assert (found["state"], found["result"]["verdict"]) == ("done", "no defect found")
     document = client.get(f"/api/own/jobs/{number}/analysis").json()
     assert document["schema"] == "dare-analysis/4"
