@@ -4,7 +4,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
-from combining import BACKENDS, combine
+from combining import combine
 from hypothesis import strategies as st
 
 from dare.inputs.arrays import array_source
@@ -12,8 +12,6 @@ from dare.kernels import linalg
 from dare.planning.make import make_plan
 from dare.recipe.recipe import ModelEntry, Request
 from dare.stages import STAGES
-
-__all__ = ["BACKENDS"]
 
 seeds = st.integers(0, 2**32 - 1)
 sides = st.integers(2, 12)

@@ -137,11 +137,3 @@ def test_the_numbers_of_the_mask():
         assert (numbers == np.uint64(2**40) - turned).all()
         keep = keep_mask(name, size, rate, seed, start)
         assert ((numbers < np.uint64(keep_threshold(rate))) == keep).all()
-
-
-def test_the_report_counts_what_is_left():
-    delta = np.arange(1, 1001, dtype=np.float32)
-    _, report = dare.merge_arrays(
-        {"w": np.zeros_like(delta)}, [{"w": delta}], method="della", verbose=False
-    )
-    assert report.tensors[0].survivors == ((int(della_keeps(delta, 0.9, 0.14)[0].sum()),),)

@@ -19,10 +19,13 @@ STAGES = {
     "nuslerp": {"each": "row"},
     "model_stock": {},
 }
-TIES = [{"vote": vote, "weighted": weighted} for vote in ("sum", "count") for weighted in (0, 1)]
 CASES = [
     *STAGES.items(),
-    *(("ties", {**kind, "weighted": bool(kind["weighted"])}) for kind in TIES),
+    *(
+        ("ties", {"vote": vote, "weighted": weighted})
+        for vote in ("sum", "count")
+        for weighted in (False, True)
+    ),
 ]
 WITHOUT_NUSLERP = [case for case in CASES if case[0] != "nuslerp"]
 
@@ -43,17 +46,18 @@ WITHOUT_NUSLERP = [case for case in CASES if case[0] != "nuslerp"]
 @given(few_deltas(most=1))
 def test_one_model_is_itself(method, parameters, deltas):
     weights = {"weights": [0.3]} if method == "multislerp" else {}
-    found = combine(method, *deltas, stages={method: parameters}, **weights)
+    found = combine(method, *deltas, **parameters, **weights)
     assert found == pytest.approx(deltas[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["tsv", "knots", "swudi"])
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("tsv", {}), ("knots", {"keep_ratio": 1.0}), ("swudi", {})]
+)
 @settings(max_examples=20)
 @given(sides, sides, seeds)
-def test_one_matrix_is_itself(method, rows, columns, seed):
+def test_one_matrix_is_itself(method, parameters, rows, columns, seed):
     delta = gaussian(rows, columns, seed=seed)
-    stages = {"knots": {"knots": {"keep_ratio": 1.0}}}
-    assert relative(combine(method, delta, stages=stages.get(method, {})), delta) < 1e-5
+    assert relative(combine(method, delta, **parameters), delta) < 1e-5
 
 
 @pytest.mark.parametrize(("method", "parameters"), WITHOUT_NUSLERP)
@@ -62,9 +66,9 @@ def test_one_matrix_is_itself(method, rows, columns, seed):
 def test_the_order_of_models_makes_no_difference_but_for_rounding(
     method, parameters, deltas, random
 ):
-    shuffled, stages = random.sample(list(deltas), len(deltas)), {method: parameters}
-    found = combine(method, *deltas, stages=stages)
-    assert combine(method, *shuffled, stages=stages) == pytest.approx(found, rel=1e-4, abs=1e-4)
+    shuffled = random.sample(list(deltas), len(deltas))
+    found = combine(method, *deltas, **parameters)
+    assert combine(method, *shuffled, **parameters) == pytest.approx(found, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize(("method", "parameters"), CASES)
@@ -72,40 +76,39 @@ def test_the_order_of_models_makes_no_difference_but_for_rounding(
 @given(few_deltas(least=2, most=2), st.sampled_from([-4.0, -1.0, 0.5, 1024.0]))
 def test_it_scales_with_its_inputs(method, parameters, deltas, factor):
     factor = np.float32(-1 if method == "pcb" else factor)  # whose scores have a tanh
-    deltas, stages = deltas.reshape(2, 1, -1), {method: parameters}
-    expected = combine(method, *deltas, stages=stages) * factor
-    assert (combine(method, *deltas * factor, stages=stages) == expected).all()
+    deltas = deltas.reshape(2, 1, -1)
+    expected = combine(method, *deltas, **parameters) * factor
+    assert (combine(method, *deltas * factor, **parameters) == expected).all()
 
 
 @given(few_deltas(), st.sampled_from([0.0, 0.5, 3.0]), st.floats(1e-6, 1))
 def test_relations(deltas, t, ratio):
     mean = deltas.mean(axis=0)
     # Without a boost, ramplus is ram; with weights of 1, unweighted sums elect as weighted ones.
-    unboosted = combine("ramplus", *deltas, stages={"ramplus": {"boost": 0.0}})
+    unboosted = combine("ramplus", *deltas, boost=0.0)
     assert (unboosted == combine("ram", *deltas)).all()
-    unweighted = combine("ties", *deltas, stages={"ties": {"weighted": False}})
+    unweighted = combine("ties", *deltas, weighted=False)
     assert (unweighted == combine("ties", *deltas)).all()
     # Model stock is a part of the mean, and winners of a competition lie between the models.
     found, rounding = combine("model_stock", *deltas), 1e-6 * np.abs(deltas).max()
     assert (np.abs(found) <= np.abs(mean) + rounding).all()
     assert (found * np.sign(mean) >= -rounding).all()
-    found = combine("pcb", *deltas, stages={"pcb": {"score_ratio": ratio}})
+    found = combine("pcb", *deltas, score_ratio=ratio)
     assert (found <= deltas.max(axis=0, initial=0) * (1 + 1e-6)).all()
     assert (found >= deltas.min(axis=0, initial=0) * (1 + 1e-6)).all()
     # Each model is limited by itself.
-    found = combine("nearswap", *deltas, stages={"nearswap": {"t": t}})
+    found = combine("nearswap", *deltas, t=t)
     assert (found == np.clip(deltas, -t, t).sum(axis=0)).all()
 
 
 @given(few_deltas(least=2, most=2), st.sampled_from(["tensor", "row", "column"]))
 def test_nuslerp_is_slerp_and_the_two_can_change_places_with_their_weights(deltas, each):
-    stages = {"nuslerp": {"each": each}}
     first, second = deltas.reshape(2, 1, -1)
-    found = combine("nuslerp", first, second, weights=[1, 3], stages=stages)
-    turned = combine("nuslerp", second, first, weights=[3, 1], stages=stages)
+    found = combine("nuslerp", first, second, weights=[1, 3], each=each)
+    turned = combine("nuslerp", second, first, weights=[3, 1], each=each)
     assert found == pytest.approx(turned, rel=1e-6, abs=1e-6)
     if each == "tensor":
-        expected = combine("slerp", *deltas, stages={"slerp": {"on": "deltas", "t": 0.75}})
+        expected = combine("slerp", *deltas, on="deltas", t=0.75)
         assert (found[0] == expected).all()
 
 

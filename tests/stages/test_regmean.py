@@ -67,6 +67,11 @@ def asked(folder, names=NAMES, **more):
     return dare.Request.of(base=folder / "base.safetensors", models=files, **(usual | more))
 
 
+def merged_layer(folder, *names, **more):
+    dare.merge(asked(folder, *names, **more))
+    return load_file(folder / "out.safetensors")["fc.weight"]
+
+
 @pytest.mark.parametrize("names", [NAMES, NAMES[:2], NAMES[:1]])
 @pytest.mark.parametrize(("alpha", "scale"), [(ALPHA, 1.0), (0.3, 1.0), (1.0, 0.5)])
 def test_layers_are_solved_and_the_rest_is_averaged(models, names, alpha, scale):
@@ -96,8 +101,7 @@ def test_each_model_is_kept_where_only_its_inputs_reach(tmp_path_factory, split,
     one, other = (generator.standard_normal((50, COLUMNS)) for _ in range(2))
     one[:, split:] = other[:, :split] = 0
     write_grams(folder / "grams.safetensors", {"math": one, "code": other})
-    dare.merge(asked(folder, ("math", "code")))
-    merged = load_file(folder / "out.safetensors")["fc.weight"]
+    merged = merged_layer(folder, ("math", "code"))
     np.testing.assert_allclose(merged[:, :split], weights[1][:, :split], atol=1e-4)
     np.testing.assert_allclose(merged[:, split:], weights[2][:, split:], atol=1e-4)
 
@@ -107,19 +111,18 @@ def test_a_layer_that_is_stored_as_inputs_by_outputs(models):
     for name, model in tensors.items():
         save(folder / f"{name}.safetensors", {"fc.weight": model["fc.weight"].T.copy()})
     write_grams(folder / "grams.safetensors", features, turned=["fc.weight"])
-    dare.merge(asked(folder))
     expected = solved([tensors[name]["fc.weight"] for name in NAMES], features.values())
-    merged = load_file(folder / "out.safetensors")["fc.weight"]
-    np.testing.assert_allclose(merged, expected.T, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(merged_layer(folder), expected.T, rtol=0, atol=2e-6)
 
 
 def test_a_model_that_lacks_a_tensor_counts_as_the_base(models):
     folder, tensors, features = models
     save(folder / "code.safetensors", {"fc.bias": tensors["code"]["fc.bias"]})
-    dare.merge(asked(folder, on_missing="base"))
-    weights = [tensors[name]["fc.weight"] for name in ("math", "base", "chat")]
-    merged = load_file(folder / "out.safetensors")["fc.weight"]
-    np.testing.assert_allclose(merged, solved(weights, features.values()), rtol=0, atol=2e-6)
+    expected = solved(
+        [tensors[name]["fc.weight"] for name in ("math", "base", "chat")], features.values()
+    )
+    found = merged_layer(folder, on_missing="base")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("without", ["any inputs", "one model's matrix"])
@@ -130,10 +133,8 @@ def test_a_layer_without_inputs_is_averaged(models, without):
     else:
         grams = {f"gram/{n}/fc.weight": as_triangle(features[n].T @ features[n]) for n in NAMES[:2]}
         write_gathered(folder / "grams.safetensors", grams, rows=dict.fromkeys(NAMES, 1))
-    dare.merge(asked(folder))
     mean = np.mean([tensors[name]["fc.weight"] for name in NAMES], axis=0)
-    merged = load_file(folder / "out.safetensors")["fc.weight"]
-    np.testing.assert_allclose(merged, mean, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(merged_layer(folder), mean, rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------- the same bytes

@@ -21,24 +21,12 @@ from matrix_merges import (
 import dare
 
 
-def settings(stage, **parameters):
-    return {"stages": {stage: parameters}}
-
-
-CTS = settings("iso", variant="cts")
-ALL_KEPT = settings("knots", keep_ratio=1.0)
-
-
-def dc(keep_ratio, max_ratio=None):
-    return settings("dc_merge", keep_ratio=keep_ratio, max_ratio=max_ratio)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("method", "given"),
     [
-        ("star+sum", settings("star", singular_share=1.0)),
-        ("fourier+sum", settings("fourier", radius=0.0)),
+        ("star+sum", {"singular_share": 1.0}),
+        ("fourier+sum", {"radius": 0.0}),
     ],
 )
 def test_what_keeps_all_is_the_delta_itself(method, given, backend):
@@ -234,7 +222,7 @@ WRITTEN_DOWN = [
 def test_as_one_writes_it_down(definition, deltas, parameters):
     name = definition.__name__
     method = f"{name}+sum" if name in ("star", "fourier") else name
-    found = merge(method, *deltas, **settings(name, **parameters))
+    found = merge(method, *deltas, **parameters)
     is_rough = name in ("tsv", "knots") or parameters.get("variant") or min(found.shape) >= 400
     assert relative(found, definition(*deltas, **parameters)) < (1e-4 if is_rough else 1e-5)
 
@@ -250,9 +238,7 @@ def test_as_one_writes_it_down(definition, deltas, parameters):
 def test_svc_as_one_writes_it_down(method, shape, alpha):
     deltas = [gaussian(*shape) + gaussian(*shape, seed=n) for n in (1, 2, 3)]
     expected = svc(merge(method, *deltas), deltas, alpha)
-    assert (
-        relative(merge(f"{method}+svc", *deltas, **settings("svc", alpha=alpha)), expected) < 1e-5
-    )
+    assert relative(merge(f"{method}+svc", *deltas, alpha=alpha), expected) < 1e-5
 
 
 def test_low_rank_as_one_writes_it_down(monkeypatch):
@@ -288,13 +274,12 @@ def test_star_keeps_the_nuclear_norm_and_turns_with_its_input(rows, columns, see
 @given(sides, sides, seeds, st.floats(0.05, 1))
 def test_a_filter_splits_a_matrix(rows, columns, seed, radius):
     """Orthogonally; filtering twice is filtering once; moved elements move the result."""
-    given, delta = settings("fourier", radius=radius), gaussian(rows, columns, seed=seed)
-    once = merge("fourier+sum", delta, **given)
+    delta = gaussian(rows, columns, seed=seed)
+    once = merge("fourier+sum", delta, radius=radius)
     assert abs(((delta - once) * once.astype(np.float64)).sum()) < 1e-4 * np.square(delta).sum()
-    np.testing.assert_allclose(merge("fourier+sum", once, **given), once, atol=1e-5)
-    given = settings("fourier", radius=0.5)
-    moved = merge("fourier+sum", np.roll(delta, (1, 2), (0, 1)), **given)
-    expected = np.roll(merge("fourier+sum", delta, **given), (1, 2), (0, 1))
+    np.testing.assert_allclose(merge("fourier+sum", once, radius=radius), once, atol=1e-5)
+    moved = merge("fourier+sum", np.roll(delta, (1, 2), (0, 1)), radius=0.5)
+    expected = np.roll(merge("fourier+sum", delta, radius=0.5), (1, 2), (0, 1))
     np.testing.assert_allclose(moved, expected, atol=1e-5)
 
 
@@ -319,8 +304,8 @@ def test_turning_both_sides_turns_the_result(rows, columns, seed):
         expected = left @ merge("iso", *deltas).astype(np.float64) @ right
         assert relative(merge("iso", *turned), expected) < 1e-3
     if np.diff(svd(np.concatenate(deltas, axis=1))[1]).max(initial=-1) < -0.1:
-        expected = left @ merge("knots", *deltas, **ALL_KEPT).astype(np.float64)
-        found = merge("knots", *(left @ delta for delta in deltas), **ALL_KEPT)
+        expected = left @ merge("knots", *deltas, keep_ratio=1.0).astype(np.float64)
+        found = merge("knots", *(left @ delta for delta in deltas), keep_ratio=1.0)
         assert relative(found, expected) < 1e-2
 
 
@@ -343,7 +328,7 @@ def test_directions_that_are_not_there_stay_away(sketches, monkeypatch):
     left, values, right = svd(delta)
     expected = values[:4].mean() * left[:, :4] @ right[:4]
     assert relative(merge("iso", delta), expected) < 1e-5
-    assert relative(merge("iso", delta, **CTS), expected) < 1e-5
+    assert relative(merge("iso", delta, variant="cts"), expected) < 1e-5
 
 
 def test_small_singular_values_are_raised_exactly():
@@ -355,31 +340,31 @@ def test_small_singular_values_are_raised_exactly():
 @given(sides, sides, seeds)
 def test_all_common_is_the_variant_c_and_one_model_is_levelled(rows, columns, seed):
     deltas = [gaussian(rows, columns, seed=seed ^ n) for n in (1, 2)]
-    common = settings("iso", variant="cts", common_share=1.0)
-    assert relative(merge("iso", *deltas, **common), merge("iso", *deltas)) < 1e-4
+    common = merge("iso", *deltas, variant="cts", common_share=1.0)
+    assert relative(common, merge("iso", *deltas)) < 1e-4
     assert relative(merge("iso", deltas[0]), iso(deltas[0])) < 1e-4
-    assert relative(merge("iso", deltas[0], **CTS), iso(deltas[0])) < 1e-3
+    assert relative(merge("iso", deltas[0], variant="cts"), iso(deltas[0])) < 1e-3
 
 
 def test_deltas_that_cancel_leave_what_is_their_own():
     delta = gaussian(6, 7)
     assert not merge("iso", delta, -delta).any()
-    assert np.isfinite(merge("iso", delta, -delta, **CTS)).all()
+    assert np.isfinite(merge("iso", delta, -delta, variant="cts")).all()
 
 
 @given(sides, sides, seeds)
 def test_equal_models(rows, columns, seed):
     """They are that model; of dc_merge half of its first directions, one for each of two."""
     delta = gaussian(rows, columns, seed=seed)
-    assert relative(merge("knots", delta, delta, delta, **ALL_KEPT), delta) < 1e-5
+    assert relative(merge("knots", delta, delta, delta, keep_ratio=1.0), delta) < 1e-5
     for method in ("linear+svc", "sum+svc"):
         assert relative(merge(method, delta, delta, delta), delta) < 1e-5
-    assert relative(merge("dc_merge", delta, **dc(1.0)), delta) < 1e-5
+    assert relative(merge("dc_merge", delta, keep_ratio=1.0), delta) < 1e-5
     left, values, right = svd(delta)
     half = max(1, min(rows, columns) // 2)
     if half == len(values) or values[half] < 0.9 * values[half - 1]:
         expected = (left[:, :half] * values[:half]) @ right[:half]
-        assert relative(merge("dc_merge", delta, delta, **dc(1.0)), expected / 2) < 1e-4
+        assert relative(merge("dc_merge", delta, delta, keep_ratio=1.0), expected / 2) < 1e-4
 
 
 @given(sides, sides, seeds)
@@ -392,7 +377,7 @@ def test_models_that_do_not_meet_are_added(rows, columns, seed):
 def test_interference_is_less_than_in_the_sum():
     deltas = [1e-3 * draw for draw in draws(64, 64, count=4)]
     found = [
-        merge("swudi", *deltas, **settings("swudi", rank_share=1.0)),
+        merge("swudi", *deltas, rank_share=1.0),
         merge("swudi", *deltas),  # leaves 35 % of directions as they are in the sum
         np.sum(deltas, axis=0),
     ]

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from combining import BACKENDS, combine
+from definitions import della_keeps
 from safetensors.numpy import load_file
 
 import dare
@@ -673,6 +674,7 @@ def test_stages_can_come_in_another_order(backend):
             {"breadcrumbs": {"keep_middle": 0.4, "drop_largest": 0.1, "per": "row"}},
             (40,),
         ),
+        ("della", {}, (int(della_keeps(np.arange(1, 101), 0.9, 0.14)[0].sum()),)),
         # a mask drawn after trimming counts what is left
         (
             "trim+dare+sum",
