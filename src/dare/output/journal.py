@@ -35,7 +35,7 @@ from dare.tensors.system import IS_POSIX, NO_LINKS, lock_file
 
 WRITER = {"journal": JOURNAL_VERSION, "dare": __version__}  # first in every journal
 
-OF_CODED = ("piece", "sums", "stored")  # what only coded chunks have
+OF_CODED = ("piece", "sums", "stored")  # fields that only coded chunks have
 
 LOCK_POLL_SECONDS = 0.05
 LONGEST_LAST_LINE = 1024
@@ -46,7 +46,7 @@ Key = tuple[str, int]  # a chunk: its tensor, and its number
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A finished chunk, as the journal has it."""
+    """A finished chunk, for the journal."""
 
     tensor: str
     chunk: Count
@@ -83,7 +83,7 @@ class SliceFigures:
 
 @dataclass
 class SliceState:
-    """A slice, as a journal has it."""
+    """The state of a slice in a journal."""
 
     started: float  # the first start, in seconds since 1970
     synced: SliceFigures | None = None  # None while it is under way
@@ -93,8 +93,8 @@ class SliceState:
 class JournalContent:
     """The content of a journal."""
 
-    fingerprint: str | None = None  # the merge it is of; None if its first line cannot be believed
-    writer: str = ""  # the versions of journal and program that it is of
+    fingerprint: str | None = None  # of its merge; None if its first line cannot be believed
+    writer: str = ""  # the versions of the journal and of the program that wrote it
     # The last record of each chunk, and the stamps of the inputs that it was made from.
     records: dict[Key, tuple[str, Record]] = field(default_factory=dict)
     finished: str | None = None  # the digest of the manifest, if only the name was missing
@@ -106,7 +106,7 @@ class JournalContent:
 
     @property
     def origin(self) -> str:
-        """Say who left it, for a journal with another fingerprint."""
+        """Describe who wrote a journal with another fingerprint."""
         theirs, ours = self.writer or "unknown", _describe_writer(WRITER)
         return f"was left by another merge or version of dare ({theirs}; this is {ours})"
 
@@ -116,7 +116,7 @@ class JournalContent:
         return part is not None and part.synced is not None
 
     def add(self, other: JournalContent) -> None:
-        """Take over what another journal says, if it is of the same merge."""
+        """Add the content of another journal, if it belongs to the same merge."""
         if other.fingerprint == self.fingerprint:
             self.records |= other.records
             self.parts |= other.parts
@@ -129,34 +129,34 @@ def read_journal(text: bytes) -> JournalContent:
     """Read a journal; lines that do not match their check are ignored."""
     lines = checked_lines(text)
     first = next(lines, {})
-    found = JournalContent(first.get("fingerprint"), _describe_writer(first))
+    content = JournalContent(first.get("fingerprint"), _describe_writer(first))
     if first.get("journal", WRITER["journal"]) != WRITER["journal"]:
-        return replace(found, fingerprint="")
+        return replace(content, fingerprint="")
     maker = ""
     for line in lines:
         try:
             if "stamps" in line:
-                found.stamps, maker = str(line["stamps"]), ""
+                content.stamps, maker = str(line["stamps"]), ""
             elif "finished" in line:
-                found.finished = str(line["finished"])
+                content.finished = str(line["finished"])
             elif "sent" in line:
-                found.sent[str(line["sent"])] = int(line["size"]), str(line["version"])
+                content.sent[str(line["sent"])] = int(line["size"]), str(line["version"])
             elif "ours" in line:
-                found.ours += map(str, line["ours"])
+                content.ours += map(str, line["ours"])
             elif "slice" in line:
                 maker = str(line["slice"])
-                found.parts.setdefault(maker, SliceState(float(line["started"]))).synced = None
+                content.parts.setdefault(maker, SliceState(float(line["started"]))).synced = None
             elif "synced" in line:
-                found.parts[maker].synced = checked(line["synced"], SliceFigures)
+                content.parts[maker].synced = checked(line["synced"], SliceFigures)
             else:
                 record = checked(line, Record)
-                found.records[record.key] = found.stamps, record
-                found.makers.pop(record.key, None)
+                content.records[record.key] = content.stamps, record
+                content.makers.pop(record.key, None)
                 if maker:
-                    found.makers[record.key] = maker
+                    content.makers[record.key] = maker
         except (KeyError, TypeError, ValueError):
             continue
-    return found
+    return content
 
 
 def is_complete(path: Path, fingerprint: str) -> bool:
@@ -172,7 +172,7 @@ def is_complete(path: Path, fingerprint: str) -> bool:
 
 
 def checked_lines(text: bytes) -> Iterator[dict[str, Any]]:
-    """The lines whose checks fit, without the checks; none if that of the first does not."""
+    """Yield the lines whose checks fit, without the checks; none if the first line's does not."""
     fingerprint = ""
     for number, line in enumerate(text.split(b"\n")):
         body, _, check = line.rpartition(b',"check":"')
@@ -203,7 +203,7 @@ class BusyError(OutputError):
 class Journal:
     """A journal that is open, and locked for this process.
 
-    Whoever has it is waited for so many seconds. One that is gone is made again, if `create`.
+    If another process has it, wait for `wait` seconds. With `create`, a missing one is created.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Journal:
             time.sleep(LOCK_POLL_SECONDS * random.uniform(0.5, 1.5))  # noqa: S311 (not all at once)
 
     def _open(self, flags: int) -> bool:
-        """Open and lock it, and see that it still has its name: it may have been published."""
+        """Open and lock it; check that it still has its name: it may have been published."""
         self._file = os.open(self._path, flags, 0o666)
         try:
             is_ours = lock_file(self._file) and os.path.samestat(
@@ -241,7 +241,7 @@ class Journal:
         return read_journal(text)
 
     def start(self) -> None:
-        """Forget everything and begin with the merge's fingerprint, which is on the disk then."""
+        """Forget everything and begin with the merge's fingerprint; wait until it is on disk."""
         os.ftruncate(self._file, 0)
         self.note_synced(**WRITER, fingerprint=self.fingerprint)
 
@@ -255,7 +255,7 @@ class Journal:
         os.fsync(self._file)
 
     def absorb(self, paths: Iterable[Path]) -> None:
-        """Take the lines of other journals of this merge over, which are on the disk then."""
+        """Append the lines of other journals of this merge; wait until they are on the disk."""
         for path in paths:
             with open(path, "rb", opener=lambda p, flags: os.open(p, flags | NO_LINKS)) as file:
                 head, _, rest = file.read().partition(b"\n")
@@ -264,7 +264,7 @@ class Journal:
         os.fsync(self._file)
 
     def add(self, records: Iterable[Record]) -> None:
-        """Say that chunks are done."""
+        """Write that chunks are done."""
         self._append(
             {n: value for n in Record.__slots__ if (value := getattr(r, n)) or n not in OF_CODED}
             for r in records
@@ -284,12 +284,12 @@ class Journal:
             rest = rest[os.write(self._file, rest) :]
 
     def release(self) -> None:
-        """Close it before its folder is renamed or removed, where that needs it."""
+        """Close it before its folder is renamed or removed, on systems that require this."""
         if not IS_POSIX:
             self.close()
 
     def close(self) -> None:
-        """Close, and let others have it."""
+        """Close and unlock it."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

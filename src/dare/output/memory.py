@@ -1,7 +1,7 @@
 """Tensors in memory: those of a live model, read and written in place, and a sink for merged ones.
 
-A model is a torch module, or a dict of torch tensors or NumPy arrays. torch is not imported here:
-whoever has a tensor has imported it.
+A model is a torch module, or a dict of torch tensors or NumPy arrays. torch is never imported here:
+a caller with tensors has imported it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dare.tensors.names import some_of
 Arrays = dict[str, NDArray[Any]]
 F32 = STORAGE_TYPES["F32"]
 ALIGN_BYTES = 64  # the start of an array is a multiple of this, counted from the first
-WRITING = threading.Lock()  # held while a model is changed; one, as two may share memory
+WRITING = threading.Lock()  # held while a model is changed; only one, as models may share memory
 MOST_WORK = 10_000  # most steps of the search for an element that two arrays share
 
 
@@ -47,7 +47,7 @@ class InMemory:
 
     @property
     def in_place(self) -> bool:
-        """True if elements are read without a copy, and so changed where they are."""
+        """True if elements are read without a copy, and so can be changed in place."""
         return self.array.flags.c_contiguous
 
     @property
@@ -70,8 +70,8 @@ class OnDevice:
     in_place = False
 
     def read(self, start: int, count: int) -> Raw:
-        found: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
-        return found
+        elements: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
+        return elements
 
     def write(self, start: int, raw: Raw) -> None:
         torch = sys.modules["torch"]
@@ -84,7 +84,7 @@ Memory = InMemory | OnDevice
 
 
 def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memory]:
-    """Return storage type, shape and elements of an array, which can be written to."""
+    """Return storage type, shape and elements of an array; refuse a read-only one."""
     kind, plain = plain_array(array, name, in_place=True)
     shape = tuple(plain.shape)
     if not is_torch(plain):
@@ -104,7 +104,7 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
 
 
 def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
-    """Refuse arrays that share memory in part, if one is changed; names of one array may."""
+    """Refuse arrays that partly share memory, if one is changed; names of one array are fine."""
     extents = sorted(_extents(arrays), key=attrgetter("device", "first"))
     for number, one in enumerate(extents):
         if one.name in changed and one.overlaps_itself:
@@ -133,7 +133,7 @@ class _Extent(NamedTuple):
 
     @property
     def overlaps_itself(self) -> bool:
-        """True if elements may share bytes; some rare interleaved views are suspected wrongly."""
+        """True if elements may share bytes; a few rare interleaved views are wrongly suspected."""
         reach = self.addresses.itemsize
         steps = zip(map(abs, self.addresses.strides), self.addresses.shape, strict=True)
         for step, count in sorted(pair for pair in steps if pair[1] > 1):
@@ -143,7 +143,7 @@ class _Extent(NamedTuple):
         return False
 
     def shares_memory(self, other: _Extent) -> bool:
-        """Tell whether an element of both may lie in the same bytes."""
+        """Tell whether elements of both may be in the same bytes."""
         try:
             return np.shares_memory(
                 self.addresses,
@@ -155,7 +155,7 @@ class _Extent(NamedTuple):
 
 
 def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
-    """Yield the extents of arrays that have elements and memory of their own."""
+    """Yield the extents of arrays that have elements and their own memory."""
     for name, array in arrays.items():
         try:
             device, start, _, shape, steps = place = place_of(array)
@@ -196,7 +196,7 @@ def names_in(arrays: Iterable[str], stored: Iterable[str]) -> Mapping[str, str]:
 
 
 def _bare_source(names: Iterable[str]) -> Source:
-    """Make a source of which only the names of its tensors matter."""
+    """Make a source that only has names of tensors."""
     source = Source()
     source.tensors = {name: TensorInfo(name, U8, (), 0) for name in names}
     return source
@@ -210,10 +210,10 @@ class Home(NamedTuple):
 
     memory: Memory
     kind: StorageType
-    merged: StorageType  # the type of the merged tensor; that of the memory, `kind`, may be wider
+    merged: StorageType  # the type of the merged tensor; the memory's type, `kind`, may be wider
 
     def put(self, start: int, raw: Raw) -> None:
-        """Write merged elements from one on."""
+        """Write merged elements from `start` on."""
         if self.kind == self.merged:
             wide = raw
         elif self.kind == F32:
@@ -228,20 +228,20 @@ class Home(NamedTuple):
 
 
 class MemorySink(Sink):
-    """Writes merged tensors to their homes; one that has none is another's second name."""
+    """Writes merged tensors to their homes; those without one are second names of others."""
 
     def __init__(self, homes: Mapping[str, Home]) -> None:
         self._homes = homes
 
     @classmethod
     def with_room(cls, tensors: Iterable[TensorInfo]) -> Self:
-        """Make room for the bytes of tensors, which are in `arrays` afterwards."""
+        """Make room for the bytes of tensors; `arrays` has them afterwards."""
         rooms = ((info.name, np.empty(info.nbytes, np.uint8)) for info in tensors)
         return cls({name: Home(InMemory(room), U8, U8) for name, room in rooms})
 
     @property
     def arrays(self) -> dict[str, Raw]:
-        """The elements by tensor, of those that are in this machine's memory."""
+        """The elements of tensors that are in this machine's memory, by name."""
         memories = ((name, home.memory) for name, home in self._homes.items())
         return {name: memory.array for name, memory in memories if isinstance(memory, InMemory)}
 
@@ -258,7 +258,7 @@ class MemorySink(Sink):
 
 
 def find_homes(plan: Plan, arrays: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Home]:
-    """Find the tensors of a plan in a model, each piece of memory once."""
+    """Find the memory of a plan's tensors in a model; shared memory has only one home."""
     if lacking := [tensor.name for tensor in plan.tensors if tensor.name not in names]:
         raise InputError(
             f"the model has no {some_of(lacking)}, but the base does; give one with its tensors"
@@ -297,7 +297,7 @@ def _holds_all(kind: StorageType, narrower: StorageType) -> bool:
 
 
 def make_arrays(plan: Plan) -> Arrays:
-    """Return arrays in one piece of memory, faster to get than many small ones."""
+    """Return arrays in one piece of memory, which is faster to allocate than many small ones."""
     sizes = [-(-t.elements * t.dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES for t in plan.tensors]
     room, starts = np.empty(sum(sizes), np.uint8), accumulate(sizes, initial=0)
     return {
@@ -307,7 +307,7 @@ def make_arrays(plan: Plan) -> Arrays:
 
 
 def check_arrays(plan: Plan, into: Mapping[str, NDArray[Any]]) -> Arrays:
-    """Refuse arrays that are not like those of a candidate."""
+    """Refuse arrays whose names, shapes or types are not those of a candidate."""
     wanted = {t.name: f"{show_shape(t.shape)} {t.dtype.numpy_type}" for t in plan.tensors}
     given = {name: f"{show_shape(array.shape)} {array.dtype}" for name, array in into.items()}
     for name in sorted(wanted.keys() | given.keys()):

@@ -1,17 +1,17 @@
 """An output while it is being made: a sink for its bytes, a journal, and a publisher for its name.
 
-Blocks are written at their final offsets in any order. After each chunk a line goes into the
-journal. When a merge is resumed, every chunk the journal speaks of is hashed again on disk, and
-only those that are there byte for byte count as done; so it does not matter what was and was not
-synced when the process or the machine died. The target's name appears when everything is in place.
+Chunks are written at their final offsets in any order. After each chunk a line goes into the
+journal. When a merge is resumed, every chunk in the journal is hashed again on disk, and only those
+that are intact count as done; so it does not matter what was synced when the process or the machine
+died. The target's name appears when everything is in place.
 
-`SoleWriter` opens the journal for a process that makes the whole output; `dare.run.slices` has
-what several processes do instead.
+`SoleWriter` opens the journal for a process that makes the whole output; if several processes share
+it, classes in `dare.run.slices` do this.
 
-A directory gets its name in one step: by a rename, or by exchanging names with the one that it
-replaces, so that the name never leads nowhere. A file follows its manifest. What is left over when
-a process dies in between is known by the journal, and the next run removes it. Of a replaced
-directory only the files are deleted that its manifest names.
+A directory gets its name in one step: by a rename, or by exchanging names with the directory that
+it replaces, so that the name always leads somewhere. A file follows its manifest. If a process dies
+in between, the journal identifies the leftovers, and the next run removes them. In a replaced
+directory only the files that its manifest names are deleted.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class SoleWriter:
         RecipeError,
         VerificationError,
     )
-    is_shared = False  # True if others may have begun, so that the folder stays
+    is_shared = False  # True if other processes may have begun, so that the folder stays
 
     def claim(self, folder: Path) -> list[Path]:
         """Make the folder, or find our mark on it; return the parents that did not exist."""
         return claim(folder)
 
     def open_journal(self, output: Output) -> JournalContent:
-        """Open the output's journal; return its content, as far as it counts."""
+        """Open the output's journal; return the content that counts."""
         journal = output.journal = output.lock(JOURNAL_NAME)
         output.refuse_beside_slices()
         if output.resume:
@@ -113,7 +113,7 @@ class SoleWriter:
 
 
 class Publisher:
-    """Gives an output its name on this machine; until then it is in a folder beside that."""
+    """Gives an output its name on this machine; before, it is in a folder beside that name."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -124,7 +124,7 @@ class Publisher:
         return work_folder(self.layout)
 
     def check(self, inputs: Iterable[Path], *, overwrite: bool) -> None:
-        """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
+        """Refuse to touch any input, and to replace an output without `overwrite`."""
         check_target(self.layout, inputs, overwrite=overwrite)
 
     def finished_before(self) -> JournalContent | None:
@@ -141,7 +141,7 @@ class Publisher:
         return found if found.finished == manifest and target.exists() else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
-        """Remove what such a process left, or one that died while clearing up."""
+        """Remove the leftovers of such a process, or of one that died while clearing up."""
         if finished or has_mark_only(self.layout):
             clear_away(self.layout, [])
 
@@ -150,7 +150,7 @@ class Publisher:
         return make_sink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
-        """Give a complete output its name; return what went wrong after that."""
+        """Give a complete output its name; return later problems."""
         assert output.journal is not None
         layout = output.sink.layout
         write_synced(self.folder / manifest_path(layout.target).name, manifest)
@@ -184,14 +184,14 @@ class Output:
         self.resume = sink.resumable = resume
         self.overwrite = sink.overwrite = overwrite
         self.journal: Journal | None = None
-        self.resumed: list[Record] = []  # chunks on the disk, made of inputs with these stamps
-        self.doubtful: list[Record] = []  # chunks on the disk, made of inputs with other stamps
+        self.resumed: list[Record] = []  # chunks on the disk, from inputs with these stamps
+        self.doubtful: list[Record] = []  # chunks on the disk, from inputs with other stamps
         self.started_over = ""  # the reason why an earlier try is not used
         self.others: dict[str, str] = {}  # digests of the files beside the weights
         self.made: list[Path] = []  # folders that did not exist
         self._publisher = publisher
         self._writer = writer or SoleWriter()
-        self._discards = discards  # what is incomplete is of no use to the next try
+        self._discards = discards  # True if the next try cannot use an incomplete output
         self._removes_folder = False
 
     def __enter__(self) -> Self:
@@ -204,7 +204,7 @@ class Output:
                 self.sink.begin(self.journal, found)
                 self._writer.open_files(self.sink)
             # Until the space is known to suffice, a failure removes a folder without finished
-            # chunks; after that only if what is incomplete is of no use.
+            # chunks; after that, only if the next try cannot use it.
             self._removes_folder = not self.resumed and not self.doubtful
             check_free_space(self.sink)
             self._removes_folder = self._discards
@@ -235,20 +235,20 @@ class Output:
         self.journal = None
 
     def explaining(self, name: str = "") -> AbstractContextManager[None]:
-        """Say where in the folder something cannot be written."""
+        """Add the place in the folder to errors of writing."""
         return explaining(self.folder / name, resumable=self.resume)
 
     # ------------------------------------------------------------ an earlier try
 
     def lock(self, name: str, wait: float = 0) -> Journal:
-        """Open one of the journals, for this process alone."""
+        """Open and lock one of the journals."""
         path = self.folder / name
         if os.path.lexists(path) and not is_only_name(path):
             remove(path)
         return Journal(path, self.identity.fingerprint, wait=wait)
 
     def refuse_beside_slices(self, wait: float = 0) -> None:
-        """Refuse to make an output that slices are making; those that end in time do not count."""
+        """Refuse to make an output that slices are making, after waiting for them to end."""
         journals, deadline = slice_journals(self.folder), time.monotonic() + wait
         while running := [part for part, path in journals.items() if is_held(path)]:
             if time.monotonic() >= deadline:
@@ -267,7 +267,7 @@ class Output:
                 self.started_over = f"{found.origin}, and is not used"
 
     def clear(self, kept: Collection[str]) -> bool:
-        """Remove all but these files, also sidecars of an earlier try; tell if there were any."""
+        """Remove all other files, also sidecars of an earlier try; tell if there were any."""
         held = (MARK_NAME, JOURNAL_NAME)
         folders = [self.folder]
         leftovers = []
@@ -290,12 +290,12 @@ class Output:
                 (self.resumed if is_same else self.doubtful).append(record)
 
     def _intact(self, records: list[Record]) -> list[Record]:
-        """Keep the records whose chunk is there as the journal says."""
+        """Keep the records of chunks that are on the disk as the journal says."""
         to_rehash = self._writer.must_rehash(records)
         with ThreadPoolExecutor() as pool:
-            there = list(itertools.compress(to_rehash, pool.map(self.sink.has, to_rehash)))
+            intact = list(itertools.compress(to_rehash, pool.map(self.sink.has, to_rehash)))
         checked = {record.key for record in to_rehash}
-        return [record for record in records if record.key not in checked] + there
+        return [record for record in records if record.key not in checked] + intact
 
     def confirm(self, records: Iterable[Record]) -> None:
         """Accept doubtful chunks whose inputs were found to be the same."""
@@ -308,7 +308,7 @@ class Output:
 
     def record(self, records: Sequence[Record]) -> None:
         """Note that some chunks are complete."""
-        assert self.journal is not None  # it is open from the first moment on
+        assert self.journal is not None  # it is opened first
         with self.explaining(JOURNAL_NAME):
             self.journal.add(records)
         self.sink.note(records)
@@ -324,10 +324,10 @@ class Output:
     def finish(
         self, metadata: Metadata, manifest: Mapping[str, Any], *, whole: bool = False
     ) -> list[str]:
-        """Write the final headers and the manifest, sync, give the name; return what fails later.
+        """Write the final headers and the manifest, sync, give the name; return later problems.
 
-        For weights, the manifest has the digest of the header, since tensors have digests of
-        their own, or that of the `whole` file.
+        For weights, the manifest has the digest of the header, since tensors have their own
+        digests, or the digest of the `whole` file.
         """
         with self.explaining():
             self._removes_folder = False
@@ -340,7 +340,7 @@ class Output:
 
 
 def give_name(layout: Layout, made: Sequence[Path], *, overwrite: bool) -> list[str]:
-    """Give a complete output its name, sync the folders `made` for it; return what fails later."""
+    """Give a complete output its name, sync the folders `made` for it; return later problems."""
     target, folder = layout.target, partial_folder(layout.target)
     name = _name_directory if layout.is_directory else _name_file
     name(folder, layout, overwrite=overwrite)
@@ -381,7 +381,7 @@ def _name_file(folder: Path, layout: Layout, *, overwrite: bool) -> None:
 
 
 def _refuse_newcomer(layout: Layout, *, overwrite: bool) -> None:
-    """Refuse to replace what appeared during the merge, unless that is allowed."""
+    """Refuse to replace a file that appeared during the merge, unless that is allowed."""
     if not overwrite:
         what = "appeared during the merge; move it away and run the same merge again"
         raise OutputError(f"{layout.target}: {what}")
@@ -409,7 +409,7 @@ def clear_away(layout: Layout, problems: list[str]) -> None:
             _attempt(problems, _remove_output, replaced)
         _attempt(problems, sync_folder, home.parent)
         if problems:
-            return  # what tells the next run to clear away stays
+            return  # the journal stays, so the next run will clear away
     else:
         home = partial_folder(home)
     for name in (JOURNAL_NAME, MARK_NAME):  # the mark last: it identifies leftovers as ours
@@ -447,7 +447,7 @@ def _remove_output(folder: Path) -> None:
 
 
 def _attempt(problems: list[str], action: Callable[[Path], None], path: Path) -> None:
-    """Do something; a failure is noted, as the output is complete without it."""
+    """Do something; only note a failure, as the output is complete without it."""
     try:
         action(path)
     except FileNotFoundError:

@@ -5,9 +5,9 @@ and output. It names no path, no time, no version of the program and no number o
 the bytes of an output depend on the recipe and the inputs alone. The JSON file beside the weights
 adds the recipe, versions, and the digest of every tensor and file.
 
-Nothing that is published speaks of the machine it was made on. In a manifest a path is relative to
-the output, so that both can be moved together, or only a name if they have nothing in common.
-Cards, pages and tables have the name alone.
+Nothing that is published reveals the machine it was made on. In a manifest a path is relative to
+the output, so that both can be moved together, or only a name if they share no folder. Cards, pages
+and tables have only the name.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One merged tensor: for each model that took part, in order."""
+    """One merged tensor: figures for each model that took part, in order."""
 
     name: str
     models: tuple[str, ...]
@@ -110,7 +110,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Recoded:
-    """The format of an output that is not plain safetensors, and what that has cost."""
+    """The format of an output that is not plain safetensors, and its losses."""
 
     format: str
     tensors: dict[str, Loss]
@@ -156,7 +156,7 @@ class Report(Shown):
     digests: Digests
     recoded: Recoded | None = field(default=None, kw_only=True)
     notes: tuple[Notice, ...] = field(default=(), kw_only=True)
-    """What the plan noted: a default that was taken, names that were matched, and the like."""
+    """The plan's notes: a default that was taken, names that were matched, and the like."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -172,7 +172,7 @@ class Report(Shown):
         return printable(f"<Report: {self.method} of {models}{target}{warned}>")
 
     def document(self) -> Document:
-        """Return what was done, and what to do next."""
+        """Return a document of what was done, and what to do next."""
         drops = any(model.drop_rate_asked is not None for model in self.models)
         columns: Columns = {
             "model": lambda model: model.name,
@@ -228,7 +228,7 @@ def make_report(
     overflowed, nans = (sum(record.exceptions[kind] for record in records) for kind in (0, 1))
     digests = digests_of(plan, records)
     sample = sample or SampledModels()
-    contents = [  # empty for a model that is the base, None if there is nothing of it
+    contents = [  # empty for a model that equals the base, None if none of it was merged
         digest if model.largest_delta else "" if model.elements else None
         for model, digest in zip(models, digests.models, strict=True)
     ]
@@ -279,13 +279,13 @@ def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> 
 
 def _merged_tensors(plan: Plan, model: int, reports: Sequence[TensorReport]) -> list[MergedTensor]:
     """Return the merged tensors that a model takes part in."""
-    found = []
+    merged = []
     for tensor, report in zip(plan.merged(), reports, strict=True):
         if model in tensor.models:
             place = tensor.models.index(model)
             peak, over = report.largest_delta[place], report.over_threshold[place]
-            found.append(MergedTensor(model, tensor, peak, over, report.survivors[place]))
-    return found
+            merged.append(MergedTensor(model, tensor, peak, over, report.survivors[place]))
+    return merged
 
 
 def _model_report(plan: Plan, index: int, merged: Sequence[MergedTensor]) -> ModelReport:
@@ -305,21 +305,21 @@ def _model_report(plan: Plan, index: int, merged: Sequence[MergedTensor]) -> Mod
 
 
 def _drop_rates(merged: Sequence[MergedTensor]) -> tuple[float | None, float | None]:
-    """Return what all dropping stages were asked to drop of one model, and what they dropped.
+    """Return the drop rates of one model: asked of all dropping stages, and realised.
 
-    The first ones of all methods count together, then the second ones; a tensor whose method has
-    fewer loses nothing in the others.
+    The first dropping stages of all methods count together, then the second ones; a tensor whose
+    method has fewer stages loses nothing in the others.
     """
     asked_kept, realised_kept = Fraction(1), 1.0
     dropped = False
-    losses = [own for each in merged if (own := list(_losses(each)))]
+    losses = [stages for each in merged if (stages := list(_losses(each)))]
     for turn in range(max(map(len, losses), default=0)):
-        found = [own[turn] if turn < len(own) else (own[-1][1], own[-1][1], 0.0) for own in losses]
-        reached = sum(before for before, _, _ in found)
+        of_turn = [s[turn] if turn < len(s) else (s[-1][1], s[-1][1], 0.0) for s in losses]
+        reached = sum(before for before, _, _ in of_turn)
         if reached:
             dropped = True
-            asked_kept *= Fraction(sum(n * (1 - Fraction(rate)) for n, _, rate in found), reached)
-            realised_kept *= sum(kept for _, kept, _ in found) / reached
+            asked_kept *= Fraction(sum(n * (1 - Fraction(rate)) for n, _, rate in of_turn), reached)
+            realised_kept *= sum(kept for _, kept, _ in of_turn) / reached
     return (float(1 - asked_kept), 1 - realised_kept) if dropped else (None, None)
 
 
@@ -365,14 +365,14 @@ def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
 # ---------------------------------------------------------------- paths as others may read them
 
 
-MIN_SHARED_FOLDERS = 2  # a way between `/home/ann` and `/home/bob` would tell who works there
+MIN_SHARED_FOLDERS = 2  # a path between `/home/ann` and `/home/bob` would reveal who works there
 
 _HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _PATH = re.compile(r"(?<!\S)(?:[A-Za-z]:[\\/]|[~/])[^\s:;,]*")
 
 
 def portable_path(path: Path, output: Path) -> str:
-    """Return an input's path as a manifest names it; hub names and addresses stay as they are.
+    """Return an input's path for a manifest; hub names and addresses do not change.
 
     >>> portable_path(Path("/data/me/models/base"), Path("/data/me/merged"))
     '../models/base'
@@ -382,7 +382,7 @@ def portable_path(path: Path, output: Path) -> str:
     if is_hub_name(path) or is_stored(path):
         return path.as_posix()
     real = Path(os.path.realpath(path.parent), path.name)
-    if is_stored(output):  # from where no way leads here
+    if is_stored(output):  # there is no relative path from a store to this machine
         return real.name
     start = Path(os.path.realpath(output.parent), output.name)
     common = os.path.commonpath([real, start]) if real.drive == start.drive else ""
@@ -408,9 +408,9 @@ def is_hub_name(path: Path) -> bool:
 
 
 def short_name(path: str | os.PathLike[str]) -> str:
-    """The last part of a path; the name on the hub for a folder of its cache.
+    """Return the last part of a path; for a folder of the hub's cache, the name on the hub.
 
-    A directory stands for the `model.safetensors` in it.
+    A `model.safetensors` has the name of its directory.
 
     >>> short_name("/home/me/models/math"), short_name("~/base.safetensors")
     ('math', 'base.safetensors')
@@ -420,7 +420,7 @@ def short_name(path: str | os.PathLike[str]) -> str:
     text = to_path(path).as_posix()
     if is_stored(to_path(path)):
         return text.removesuffix(f"/{SINGLE_NAME}")
-    if Path(text).parent != home_folder():  # which is called like its owner
+    if Path(text).parent != home_folder():  # whose name is that of its owner
         text = text.removesuffix(f"/{SINGLE_NAME}")
     if is_hub_name(Path(text)):
         return text
@@ -429,7 +429,7 @@ def short_name(path: str | os.PathLike[str]) -> str:
 
 
 def without_folders(text: str, known: Iterable[Path] = ()) -> str:
-    """Text, with the paths in it shortened; those that are `known` may have spaces.
+    """Return a text with the paths in it shortened; `known` paths may have spaces.
 
     >>> without_folders("~me/a/b.jinja: is not in /data/x/y/z, but 1/2")
     'b.jinja: is not in z, but 1/2'
@@ -456,13 +456,13 @@ def with_digests(identity: Mapping[str, Any], digests: Digests) -> dict[str, Any
 
 
 def metadata_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The safetensors metadata that carries a manifest."""
+    """Return the safetensors metadata that holds a manifest."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {"format": "pt", METADATA_KEY: text}
 
 
 def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return each file's metadata with the check: the digest of the header while that is zeros."""
+    """Return each file's metadata with the check: the digest of the header with zeros for it."""
     unchecked = layout.build(metadata_of(manifest))
     return {
         file: metadata_of({**manifest, SEAL: bytes_digest(header)})
@@ -471,13 +471,13 @@ def checked_metadata(layout: Layout, manifest: Mapping[str, Any]) -> dict[str, d
 
 
 def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest that lies beside the weights, but for the digests of files."""
+    """Return the manifest beside the weights, without the digests of files."""
     figures = report.to_dict()
     del figures["digests"], figures["output"], figures["notes"]
     figures["warnings"] = [
         asdict(notice.with_texts(lambda text: without_folders(text, plan.recipe.paths)))
         for notice in report.warnings
-        if notice.code != LEFTOVERS  # it speaks of this machine
+        if notice.code != LEFTOVERS  # it names folders of this machine
     ]
     return {
         **{key: value for key, value in embedded.items() if key != SEAL},
@@ -505,7 +505,7 @@ def _portable_request(plan: Plan) -> Request:
     portable = moved(recipe, dict(zip(recipe.inputs, map(to_path, names), strict=True)).__getitem__)
     template = portable.chat_template
     if template not in ("auto", *portable.names) and plan.sidecars is not None:
-        content = plan.sidecars.files[CHAT_TEMPLATE]  # the file it was in may not be there again
+        content = plan.sidecars.files[CHAT_TEMPLATE]  # its file may be missing next time
         assert isinstance(content, bytes)
         template = content.decode()
     portable = portable.changed(chat_template=template)
@@ -513,7 +513,7 @@ def _portable_request(plan: Plan) -> Request:
 
 
 def find_manifest(path: Path) -> Path | None:
-    """The manifest that a path stands for: itself, or the one of the output it names."""
+    """Return the manifest that a path refers to: itself, or that of the output it names."""
     if path.name.endswith(".json"):
         return path
     if not is_directory_target(path) or path.is_dir():
@@ -524,8 +524,8 @@ def find_manifest(path: Path) -> Path | None:
 def check_recorded(manifest_file: Path, names: Iterable[str], inputs: Iterable[Path]) -> None:
     """Refuse settings and inputs that only a user may give, by name, before anything is opened.
 
-    A manifest may be a stranger's. The inputs that it names are relative to the output, on the hub,
-    or in the store that it is in itself.
+    A manifest may come from a stranger. The inputs that it names must be relative to the output, on
+    the hub, or in the manifest's own store.
     """
     output = output_of(manifest_file)
     for path in inputs:
@@ -539,16 +539,16 @@ def check_recorded(manifest_file: Path, names: Iterable[str], inputs: Iterable[P
 
 
 def _recorded_recipe(manifest_file: Path, document: Any, given: Mapping[str, Any]) -> Recipe:
-    """Return the recipe in a manifest, but not how it was run; given are a user's settings."""
+    """Return the recipe in a manifest, without its run options; `given` are a user's settings."""
     request = request_from_document(document, str(manifest_file))
     recipe, fields = request.recipe, request.recipe.given
     marked = {"output", *Recipe.marked(NOT_RECORDED), *RunOptions.marked(NOT_RECORDED)}
     names = sorted(marked & (fields | request.options.given))
     if not given.get("allow_pickle") and '"allow_pickle": true' in json.dumps(document):
-        names.append("allow_pickle")  # of it, or of a recipe inside it
+        names.append("allow_pickle")  # set in it, or in a recipe inside it
     template, known = recipe.chat_template, {"auto", *recipe.names, *usual_templates()}
     if "chat_template" not in given and "{" not in template and template not in known:
-        names.append(f"chat_template = {template!r}")  # which is a file
+        names.append(f"chat_template = {template!r}")  # a file
     files = [recipe.base] * ("base" not in given)
     files += [entry.file for entry in recipe.models] * ("models" not in given)
     files += [recipe.gathered] if recipe.gathered and "gathered" not in given else []
@@ -560,7 +560,7 @@ def _recorded_recipe(manifest_file: Path, document: Any, given: Mapping[str, Any
 def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest's recipe, which demands the same inputs and output.
 
-    What is given will be laid over it, and is not asked of the manifest.
+    Settings in `given` will override it, and are not needed from the manifest.
     """
     if path != manifest_file and not manifest_file.exists():
         if not path.exists():
@@ -598,20 +598,20 @@ def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]
 
 
 def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:
-    """Yield an output's inputs, base first: as a manifest names them, and where that leads."""
+    """Yield an output's inputs, base first: each path in the manifest, and resolved."""
     if is_stored(path):
         return
     for manifest in filter(Path.is_file, (manifest_path(path), path.parent / MANIFEST_NAME)):
         try:
             recipe = request_from_document(read_manifest(manifest)["recipe"], str(manifest)).recipe
         except (DareError, TypeError, ValueError, AttributeError, RecursionError):
-            continue  # it is no manifest
+            continue  # it is not a manifest
         files = (recipe.base, *(entry.file for entry in recipe.models))
         yield [(file, resolve_path(str(file), output_of(manifest))) for file in files]
 
 
 def output_of(manifest_file: Path) -> Path:
-    """Return the output that a manifest lies in or beside."""
+    """Return the output that a manifest belongs to."""
     if manifest_file.name == MANIFEST_NAME:
         return manifest_file.parent
     return manifest_file.with_name(manifest_file.name.removesuffix(".manifest.json"))

@@ -1,7 +1,7 @@
 """The files that a model needs besides its weights, in an output directory, and its card.
 
 The card says what the model is, what it was made from and how. Its text depends on the recipe, the
-inputs and what the merge found, not on the time, the machine or the folder.
+inputs and the figures of the merge, not on the time, the machine or the folder.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 
 
 def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
-    """Add to a plan what goes beside the weights, if the output is a directory."""
+    """Add to a plan the files beside the weights, if the output is a directory."""
     recipe, aligned = planned.recipe, inputs.aligned
     chosen = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
     layout, home = planned.layout, inputs.folders[chosen]
     if layout is None or not (layout.is_directory or (layout.recoding and home)):
         return planned
     if home is not None and components_of(home):
-        found = collect_components(home, _types_of_folders(layout))
+        sidecars = collect_components(home, _types_of_folders(layout))
         card = {"library_name": "diffusers", **inherited(inputs.folders[0] or home)}
-        notes = (*planned.notes, *found.notes)
-        return replace(planned, notes=notes, sidecars=found, base_card=card)
+        notes = (*planned.notes, *sidecars.notes)
+        return replace(planned, notes=notes, sidecars=sidecars, base_card=card)
     planned = _with_missing_configuration(planned, inputs, chosen)
     if home is None:
         return planned
-    own = aligned.tokenizer
-    is_decided = own is not None and inputs.folders[own] is not None
-    tokenizer = own if own is not None and is_decided else chosen
+    fitting = aligned.tokenizer
+    is_decided = fitting is not None and inputs.folders[fitting] is not None
+    tokenizer = fitting if fitting is not None and is_decided else chosen
     template, giver, notes = _template(recipe, inputs, chosen, tokenizer)
     tokens = aligned.tokens[0 if is_decided else 1 + chosen] if aligned.tokens else None
     stop, notices = _stop_tokens(inputs, giver)
@@ -88,20 +88,20 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         config={**inputs.config, TIED: tied} if is_wrong else inputs.config,
         recoded=layout.recoding.config if layout.recoding else {},
     )
-    found = collect(
+    sidecars = collect(
         home, changes, tokenizer=inputs.folders[tokenizer], replaced=aligned.tokenizer_files
     )
     warnings = (*planned.warnings, *notices)
     if layout.recoding is not None:
-        layout = replace(layout, recoding=layout.recoding.with_files(found))
+        layout = replace(layout, recoding=layout.recoding.with_files(sidecars))
     if not layout.is_directory:
         return replace(planned, layout=layout, warnings=warnings, notes=(*planned.notes, *notes))
     return replace(
         planned,
         layout=layout,
         warnings=warnings,
-        notes=(*planned.notes, *found.notes, *notes),
-        sidecars=found,
+        notes=(*planned.notes, *sidecars.notes, *notes),
+        sidecars=sidecars,
         base_card=inherited(inputs.folders[0]) if inputs.folders[0] else {},
     )
 
@@ -109,24 +109,24 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
 def _types_of_folders(layout: Layout) -> dict[str, StorageType | None]:
     """Return the main type of each component's weights."""
     tensors: dict[str, list[Described]] = {}
-    for file, own in layout.files.items():
-        tensors.setdefault(file[: file.rfind("/") + 1], []).extend(own)
-    return {folder: main_type(own) for folder, own in tensors.items()}
+    for file, in_file in layout.files.items():
+        tensors.setdefault(file[: file.rfind("/") + 1], []).extend(in_file)
+    return {folder: main_type(in_folder) for folder, in_folder in tensors.items()}
 
 
 def _template(
     recipe: Recipe, inputs: Inputs, chosen: int, tokenizer: int
 ) -> tuple[str | None, int, tuple[Notice, ...]]:
-    """Return the template to write, if any, the number of its and the stop tokens' giver, notes.
+    """Return the template to write, if any; the input that gives it and the stop tokens; notes.
 
-    `chosen` gives the configuration, and the template if it has one; `tokenizer` the tokenizer,
-    and first of all the template if the recipe names a model for its tokens.
+    Input `chosen` gives the configuration, and the template if it has one; `tokenizer` gives the
+    tokenizer, and the template before all others if the recipe names a model for its tokens.
     """
     templates = [None if home is None else chat_template_of(home) for home in inputs.folders]
     is_models = isinstance(recipe.vocabulary_of, int) and recipe.copy_from is None
     first = tokenizer if is_models else chosen
-    own = next((n for n in (first, chosen) if templates[n] is not None), tokenizer)
-    home = inputs.folders[own]
+    default = next((n for n in (first, chosen) if templates[n] is not None), tokenizer)
+    home = inputs.folders[default]
     assert home is not None
     models = dict(zip(inputs.names, inputs.folders[1:], strict=True))
     setting = recipe.chat_template
@@ -134,13 +134,13 @@ def _template(
     named = recipe.find_models(setting, "chat_template") if may_name else []
     setting = inputs.names[named[0]] if named else setting
     template, notes = choose_chat_template(setting, home, models)
-    if template is None and own != tokenizer:
-        template = templates[own]
+    if template is None and default != tokenizer:
+        template = templates[default]
     if template is None:
-        return None, first if templates[own] is None else own, notes
-    givers = (*(1 + number for number in named), own, *range(1, len(templates)))
+        return None, first if templates[default] is None else default, notes
+    givers = (*(1 + number for number in named), default, *range(1, len(templates)))
     giver = next((number for number in givers if templates[number] == template), first)
-    if setting == "auto" and giver != own and (lost := _lost(inputs, giver)):
+    if setting == "auto" and giver != default and (lost := _lost(inputs, giver)):
         unused = notice("unused_template", inputs.names[giver - 1], lost=lost)
         return None, first, (unused,)
     return template, giver, notes
@@ -151,30 +151,30 @@ def _lost(inputs: Inputs, giver: int) -> str:
     home, tokens = inputs.folders[giver], inputs.aligned.tokens
     if home is None or not tokens or tokens[0] is None or inputs.aligned.tokenizer is None:
         return ""
-    own = tokens[1 + giver]
-    return ", ".join(sorted(stop_tokens_of(home, own).texts(own) - tokens[0].keys()))
+    ids = tokens[1 + giver]
+    return ", ".join(sorted(stop_tokens_of(home, ids).texts(ids) - tokens[0].keys()))
 
 
 def _stop_tokens(inputs: Inputs, giver: int) -> tuple[StopTokens | None, list[Notice]]:
-    """Return the stop tokens by their ids in the output, and a notice if models differ in them."""
+    """Return the stop tokens with the output's ids, and a notice if the models' differ."""
     aligned = inputs.aligned
     tokens = aligned.tokens[1:] or [None] * len(inputs.folders)
     read = [
-        None if home is None else stop_tokens_of(home, own)
-        for home, own in zip(inputs.folders, tokens, strict=True)
+        None if home is None else stop_tokens_of(home, known)
+        for home, known in zip(inputs.folders, tokens, strict=True)
     ]
     stop = read[giver]
     if stop is None:
         return None, []
     texts = [
-        frozenset[str]() if found is None else found.texts(own)
-        for found, own in zip(read, tokens, strict=True)
+        frozenset[str]() if each is None else each.texts(known)
+        for each, known in zip(read, tokens, strict=True)
     ]
     names = ("base", *inputs.names)
     others = [
-        f"{name} with {', '.join(sorted(found))}"
-        for name, found in zip(names, texts, strict=True)
-        if found and texts[giver] and found != texts[giver]
+        f"{name} with {', '.join(sorted(theirs))}"
+        for name, theirs in zip(names, texts, strict=True)
+        if theirs and texts[giver] and theirs != texts[giver]
     ]
     notices = []
     if others:
@@ -249,7 +249,7 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
 
 
 def front_matter(plan: Plan, paths: Sequence[Path], *tags: str) -> str:
-    """Return the fields at the beginning of a card; `paths` are the models that it is made of."""
+    """Return the fields at the beginning of a card; `paths` are the models that were merged."""
     import yaml  # type: ignore[import-untyped]
 
     metadata = {
@@ -270,8 +270,8 @@ def inherited(directory: Path) -> dict[str, str]:
     card = (read_text(directory, CARD_NAME) or b"").decode(errors="replace")
     front = _FRONT_MATTER.match(card[:MAX_FRONT_MATTER].replace("\r\n", "\n"))
     try:
-        # BaseLoader is safe and leaves scalars text: a licence may be called "no". The faster one,
-        # libyaml's, crashes the process where lists are nested deeply.
+        # BaseLoader is safe and keeps scalars as text: a licence may be called "no". The faster
+        # loader of libyaml crashes the process if lists are nested deeply.
         metadata = _bounded_loader(yaml)(front[1]).get_single_data() if front else None
     except (yaml.YAMLError, RecursionError, ValueError):
         metadata = None
@@ -280,7 +280,7 @@ def inherited(directory: Path) -> dict[str, str]:
 
 
 def _bounded_loader(yaml: Any) -> Any:
-    """A loader that gives up after so many events: it takes seconds for 100,000."""
+    """Return a loader that stops after `MOST_EVENTS` events: 100,000 would take seconds."""
 
     class Bounded(yaml.BaseLoader):  # type: ignore[misc]
         events = 0
@@ -295,7 +295,7 @@ def _bounded_loader(yaml: Any) -> Any:
 
 
 def markdown_rows(*rows: Sequence[str]) -> str:
-    """Return rows of a table, as Markdown has them."""
+    """Return rows of a table in Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
@@ -366,18 +366,18 @@ def _recipe(plan: Plan) -> str:
 
 
 def fenced(language: str, text: str) -> str:
-    """Return text as a block of code, whatever it holds."""
+    """Return text as a block of code, even if it contains fences."""
     fence = "```" if "```" not in text else "`" * (len(max(re.findall("`+", text))) + 1)
     return f"{fence}{language}\n{text}{fence}"
 
 
 def _code(text: str) -> str:
-    """Code in a line or a table's cell."""
+    """Return code for a line or a table's cell."""
     return "`" + _one_line(text).replace("`", "'") + "`"
 
 
 def inline(text: str) -> str:
-    """Text that is no markup, in a line or a table's cell."""
+    """Return text for a line or a table's cell, without markup."""
     return _one_line(text).replace("<", "&lt;").replace("[", "\\[")
 
 

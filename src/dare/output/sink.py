@@ -1,7 +1,8 @@
-"""Places for the bytes of an output: files at their offsets, pieces whose size shows later.
+"""Places for the bytes of an output: files at fixed offsets, or pieces whose size is known later.
 
-A worker puts bytes into a sink and knows nothing else of the output. Whoever has the output open
-(`dare.output.output`) also asks a sink of files what it expects, reads back and still needs.
+A worker puts bytes into a sink and knows nothing else of the output. The process that has the
+output open (`dare.output.output`) also asks a sink of files which chunks it expects, whether they
+are intact, and how much space it still needs.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ Pieces = Iterable[tuple[int, int] | bytes]  # parts of a tensor: start and size,
 
 
 class Sink:
-    """Takes merged tensors, from any thread; this one keeps nothing of them."""
+    """Takes merged tensors, from any thread; this one discards them."""
 
     def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:  # noqa: ARG002
         """Return the memory in which a tensor's bytes can be made; None if they must be written."""
         return None
 
     def position(self, name: str, offset: int) -> int:  # noqa: ARG002
-        """Return the position of a tensor's byte in its file, for data to be aligned alike."""
+        """Return the position of a tensor's byte in its file, to align data the same way."""
         return 0
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
@@ -56,26 +57,26 @@ class Sink:
 
 
 class FileSink(Sink):
-    """The files of an output under way, written at any place, by any thread or process."""
+    """The files of an output under way, written at any position, by any thread or process."""
 
     def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
         self.folder = folder
         self.opened: dict[str, OutputFile] = {}
-        self.resumable, self.overwrite = True, False  # what the output is told
+        self.resumable, self.overwrite = True, False  # settings of the output
         self.announce: Callable[[str], None] = lambda _text: None  # shows progress
         self.lay_out(layout, metadata)
 
     def lay_out(self, layout: Layout, metadata: Mapping[str, str]) -> None:
         """Give every tensor its place; the metadata of a file decides where its tensors begin."""
         self.layout = layout
-        self.built = layout.build(metadata)  # by file: its header, and each tensor's place
+        self.built = layout.build(metadata)  # by file: its header, and the place of each tensor
         self.places = {
             name: (file, info)
             for file, (_, placed) in self.built.items()
             for name, info in placed.items()
         }
 
-    # ------------------------------------------------------------ for those who make chunks
+    # ------------------------------------------------------------ for workers
 
     def place(self, name: str, offset: int, nbytes: int) -> Bytes | None:
         file, info = self.places[name]
@@ -97,10 +98,10 @@ class FileSink(Sink):
         return self.built
 
     def begin(self, journal: Journal, found: JournalContent) -> None:
-        """Take note of the journal, and of what it says of an earlier try."""
+        """Take note of the journal, and of its content from an earlier try."""
 
     def make(self, files: Iterable[str] | None = None) -> None:
-        """Open all files or some; make those that are missing, and write the headers."""
+        """Open all files or some; create missing ones, and write the headers."""
         for file in self.built if files is None else files:
             header, placed = self.built[file]
             size = max((i.start + i.nbytes for i in placed.values()), default=len(header))
@@ -109,12 +110,12 @@ class FileSink(Sink):
             self.opened[file].write(header, 0)
 
     def join(self, files: Iterable[str] | None = None) -> None:
-        """Open files that another process has made: all, or only these."""
+        """Open files that another process has created: all, or only these."""
         for file in self.built if files is None else files:
             self.opened[file] = OutputFile(self.folder / file, None)
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until all that was written is on the disk."""
         for file in self.opened.values():
             file.sync()
 
@@ -136,7 +137,7 @@ class FileSink(Sink):
         """Tell whether a chunk that was recorded is there, byte for byte."""
         try:
             return all(self.digest(*part[:3]) == part[3] for part in self.parts(record))
-        except OSError:  # the disk does not give it back
+        except OSError:  # the disk cannot read it
             return False
 
     def files_of(self, name: str) -> set[str]:
@@ -144,27 +145,27 @@ class FileSink(Sink):
         return {self.places[name][0]}
 
     def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
-        """Yield what was written of a chunk: file, position, number of bytes, digest."""
+        """Yield the places where a chunk was written: file, position, number of bytes, digest."""
         file, info = self.places[record.tensor]
         start, count = (n * info.dtype.itemsize for n in chunk_span(record.chunk, info.elements))
         yield file, info.start + start, count, record.output
 
     def digest(self, file: str, position: int, nbytes: int) -> str:
         """Hash some bytes of a file."""
-        found, end = running_digest(), position + nbytes
+        digest, end = running_digest(), position + nbytes
         for start in range(position, end, READ_BYTES):
-            found.update(self.opened[file].read(start, min(READ_BYTES, end - start)))
-        return found.hexdigest()
+            digest.update(self.opened[file].read(start, min(READ_BYTES, end - start)))
+        return digest.hexdigest()
 
     def take_over(self, records: list[Record]) -> list[Record]:
-        """Go on from chunks of an earlier try; return those that count."""
+        """Continue from chunks of an earlier try; return those that count."""
         return records
 
     def note(self, records: Iterable[Record]) -> None:
         """Take note of chunks that are in the journal now."""
 
     def complete(self, metadata: Metadata, *, whole: bool) -> dict[str, str]:
-        """Write the final headers and sync; return the digest of each header, or `whole` file."""
+        """Write the final headers and sync; return the digests of headers, or of `whole` files."""
         digests = {}
         for name, file in self.opened.items():
             if name not in self.built:
@@ -186,41 +187,42 @@ class FileSink(Sink):
         """Remove temporary files."""
 
     def close(self, *, discard: bool = False) -> None:  # noqa: ARG002
-        """Close all files; `discard` says to delete what is elsewhere and can never be finished."""
+        """Close all files; with `discard`, delete files elsewhere that can never be finished."""
         for file in self.opened.values():
             file.close()
         self.opened = {}
 
 
 class CodedSink(FileSink):
-    """Files of another format, with stretches of chunks stored; see `dare.formats.recoding`.
+    """Files of another format, which store stretches of chunks; see `dare.formats.recoding`.
 
-    The record of a stretch's first chunk says what was stored.
+    The record of a stretch's first chunk describes what was stored.
     """
 
     def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
         super().__init__(folder, layout, metadata)
         assert layout.recoding is not None
         self._recoding = layout.recoding
-        self._chunks: dict[str, int] = {}  # of each merged tensor
-        self._together: dict[str, int] = {}  # those of a stretch
-        self._stored: dict[str, list[str]] = {}  # tensors of the output
+        self._chunks: dict[str, int] = {}  # the number of chunks of each merged tensor
+        self._together: dict[str, int] = {}  # the number in a stretch
+        self._stored: dict[str, list[str]] = {}  # the tensors of the output that store it
         for name, dtype, shape in layout.merged:
             self._chunks[name] = chunk_count(stored_elements(dtype, shape))
             self._together[name] = self._recoding.chunks_together((name, dtype, shape))
-            self._stored[name] = [own for own, *_ in self._recoding.stored((name, dtype, shape))]
+            stored = self._recoding.stored((name, dtype, shape))
+            self._stored[name] = [part for part, *_ in stored]
 
     def make(self, files: Iterable[str] | None = None) -> None:
         super().make(files)
         for tensor in self.layout.merged:
-            if not self._chunks[tensor[0]]:  # so nobody makes it, but it may have a scale
+            if not self._chunks[tensor[0]]:  # no chunk is made of it, but it may have a scale
                 self._recoding.encode(tensor, lambda _size: (), self.write)
 
     def expects(self, record: Record) -> bool:
         return record.chunk in range(self._chunks.get(record.tensor, 0))
 
     def files_of(self, name: str) -> set[str]:
-        return {self.places[own][0] for own in self._stored[name]}
+        return {self.places[part][0] for part in self._stored[name]}
 
     def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
         for name, start, count, digest in record.stored:
@@ -228,15 +230,15 @@ class CodedSink(FileSink):
             yield file, info.start + start, count, digest
 
     def take_over(self, records: list[Record]) -> list[Record]:
-        """Go on from stretches of which all chunks count."""
+        """Continue from complete stretches."""
         stretches = defaultdict[Key, list[Record]](list)
         for record in records:
             stretches[record.tensor, record.chunk // self._together[record.tensor]].append(record)
         whole: list[Record] = []
-        for (name, number), found in stretches.items():
+        for (name, number), stretch in stretches.items():
             together = self._together[name]
-            if len(found) == min(together, self._chunks[name] - number * together):
-                whole += found
+            if len(stretch) == min(together, self._chunks[name] - number * together):
+                whole += stretch
         return whole
 
 
@@ -247,7 +249,7 @@ def make_sink(folder: Path, layout: Layout, metadata: Mapping[str, str]) -> File
 
 
 class PieceSink(FileSink):
-    """A file whose tensors get their sizes from their chunks; `assemble` it when all are there."""
+    """A file whose tensors' sizes depend on their chunks; `assemble` it when all are made."""
 
     def __init__(self, folder: Path, target: Path, chunks: Mapping[str, int]) -> None:
         super().__init__(folder, Layout(target, {}), {})
@@ -276,12 +278,12 @@ class PieceSink(FileSink):
 
     @property
     def size(self) -> int:
-        """Bytes of the file, once it is put together."""
+        """The bytes of the file, once it is assembled."""
         ((header, placed),) = self.built.values()
         return len(header) + sum(info.nbytes for info in placed.values())
 
     def append(self, data: Bytes) -> int:
-        """Store the parts of a chunk, one after the other; return where."""
+        """Append the parts of a chunk; return their position."""
         with self._appending:
             start = self._end
             self._end += data.size
@@ -310,7 +312,7 @@ class PieceSink(FileSink):
 
     def clear_up(self) -> None:
         (self.folder / PIECES_NAME).unlink()
-        sync_folder(self.folder)  # or else a power cut may bring it back when all is done
+        sync_folder(self.folder)  # else a power cut may bring it back after the end
 
 
 def check_free_space(sink: FileSink) -> None:
@@ -323,7 +325,7 @@ def check_free_space(sink: FileSink) -> None:
 
 @contextmanager
 def explaining(place: Path, *, what: str = "written", resumable: bool = False) -> Iterator[None]:
-    """Raise errors of the system as OutputError, with the place and the remedy."""
+    """Turn errors of the system into OutputError, with the place and the remedy."""
     try:
         yield
     except OSError as error:

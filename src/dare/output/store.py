@@ -1,15 +1,15 @@
-"""The destination of an output: this machine, or by way of a scratch folder a store.
+"""Outputs in a store, by way of a scratch folder on this machine.
 
-An output in a store is made in a folder of this machine as any other, with the same journal and
+An output in a store is made in a folder of this machine like any other, with the same journal and
 lock. A complete file is uploaded in the background, compared with the store's, noted in the journal
 and deleted here, while the next one is merged. A merge that is run again resumes from these notes.
 
-The index and the manifest come last, so whoever finds a manifest finds all that it names. An output
-that is replaced loses its manifest before anything else. Nothing is replaced or deleted in a store
-but what the manifest there names, what the journal here names, and objects that carry our mark.
+The index and the manifest come last, so if there is a manifest, all its files are there. An output
+that is replaced loses its manifest first. In a store, only three kinds of objects are replaced or
+deleted: those that its manifest names, those that the journal here names, and those with our mark.
 
-A file of several is uploaded before the digests of all of them are known, so its header has zeros
-in their place; they stand in the manifest beside it.
+If there are several files, each is uploaded before the digests of all are known, so its header has
+zeros in their place; the manifest beside it has the digests.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from dare.stores.objects import StoredObject
 from dare.stores.reading import forget, in_background
 from dare.tensors.chunks import SEAL, bytes_digest, chunk_count
 
-SCRATCH_FILES = 2  # files in the scratch folder: one that is merged, and one that is uploaded
-UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of how far an upload is
+SCRATCH_FILES = 2  # files in the scratch folder: one being merged, and one being uploaded
+UPLOAD_NEWS_SECONDS = 10.0  # between two announcements of an upload's progress
 EXIT_SECONDS = 5.0  # time for a part that is being sent when the merge ends early
 
 
-# ---------------------------------------------------------------- what is in the store
+# ---------------------------------------------------------------- the content of the store
 
 
 def _place(layout: Layout, name: str) -> StorePath:
@@ -74,9 +74,9 @@ def _check_place(layout: Layout, inputs: Iterable[Path]) -> None:
 
 
 def _existing(layout: Layout) -> list[str]:
-    """The names of what lies where the output would be."""
+    """Return the names of objects in the output's place."""
     assert is_stored(layout.target)
-    below = objects.list_names(layout.target)  # which raises where there is no such bucket
+    below = objects.list_names(layout.target)  # which raises an error if the bucket is missing
     if layout.is_directory:
         return below
     names = layout.target.name, manifest_path(layout.target).name
@@ -84,7 +84,7 @@ def _existing(layout: Layout) -> list[str]:
 
 
 def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> list[str]:
-    """Return the names in the way, manifest first; `known` ones are of an unfinished merge."""
+    """Return the names to replace, manifest first; `known` ones are of an unfinished merge."""
     found = _existing(layout)
     manifest = manifest_path(layout.target).name
     if manifest not in found and not set(found) - set(known):
@@ -113,7 +113,7 @@ def _written_names(layout: Layout) -> list[str]:
 
 
 def _noted(layout: Layout) -> JournalContent:
-    """Return the content of the journal here."""
+    """Return the content of the journal in the scratch folder."""
     folder = work_folder(layout)
     if not has_mark(folder):
         return JournalContent()
@@ -127,7 +127,7 @@ def _noted(layout: Layout) -> JournalContent:
 
 
 class StoreSink(FileSink):
-    """Files in the scratch folder that are uploaded one by one, as soon as they are complete."""
+    """Files in the scratch folder, which are uploaded one by one as soon as they are complete."""
 
     def __init__(self, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
         super().__init__(folder, layout, metadata)
@@ -139,7 +139,7 @@ class StoreSink(FileSink):
         self._ours: set[str] = set()  # names in the store that this merge may have written
         self._sent: dict[str, StoredObject] = {}  # files that the store has
         self._missing: dict[str, set[Key]] = {}  # the chunks that files lack
-        self._begun: set[str] = set()  # files that take room in the folder, or have taken it
+        self._begun: set[str] = set()  # files that take space in the folder, or have taken it
         self._uploads: dict[str, Future[None]] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -177,7 +177,7 @@ class StoreSink(FileSink):
         return _place(self.layout, name)
 
     def reserve(self) -> None:
-        """Leave it to each file when it is begun."""
+        """Do nothing: space is reserved for each file when it is begun."""
 
     def missing_bytes(self) -> int:
         return sum(sorted(f.unwritten_bytes() for f in self.opened.values())[-SCRATCH_FILES:])
@@ -186,7 +186,7 @@ class StoreSink(FileSink):
         return self._file_of(record) in self._sent or super().has(record)
 
     def take_over(self, records: list[Record]) -> list[Record]:
-        """Merge a file again of which the store has what does not count; upload complete ones."""
+        """Merge files again that the store has with chunks that do not count; upload others."""
         found = {record.key for record in records}
         if lacking := [file for file in self._sent if self._chunks(file) - found]:
             for file in lacking:
@@ -219,7 +219,7 @@ class StoreSink(FileSink):
         super().write(name, offset, data)
 
     def _begin_file(self, file: str) -> None:
-        """Take room for a file; wait for that while others are being uploaded."""
+        """Reserve space for a file; wait for it while others are being uploaded."""
         if file in self._begun:
             return
         with self._changed:
@@ -239,20 +239,20 @@ class StoreSink(FileSink):
         return sum(not upload.done() for upload in self._uploads.values())
 
     def note(self, records: Iterable[Record]) -> None:
-        """Upload files that have all their chunks now; wait if they become too many."""
+        """Upload files that now have all their chunks; wait if there are too many."""
         with self._changed:
             for record in records:
                 if (missing := self._missing.get(self._file_of(record))) is not None:
                     missing.discard(record.key)
             self._submit_complete()
             while not self._is_over and self._count_uploads() > SCRATCH_FILES:
-                self._changed.wait(0.2)  # nodes of a cluster do not wait before they begin a file
+                self._changed.wait(0.2)  # because nodes of a cluster begin files without waiting
             self._raise()
 
     # ------------------------------------------------------------ uploading
 
     def _submit_complete(self) -> None:
-        """Have complete files uploaded; the only one waits for the digests in its header."""
+        """Upload complete files; a single file waits for the digests in its header."""
         for file, missing in self._missing.items():
             if not missing and not self._is_one and file not in self._uploads:
                 self._submit(file)
@@ -285,7 +285,7 @@ class StoreSink(FileSink):
             path.unlink()
 
     def upload(self, name: str) -> StoredObject:
-        """Upload a file of the folder, and say how far that is."""
+        """Upload a file of the folder, and announce the progress."""
         path = self.folder / name
         size, sent, announced = path.stat().st_size, 0, time.monotonic()
         if name in self.built:
@@ -303,7 +303,7 @@ class StoreSink(FileSink):
         return objects.upload(self._place(name), path, progress)
 
     def free_place(self) -> None:
-        """Delete what is replaced, its manifest first, before anything is uploaded."""
+        """Delete the output to replace, its manifest first, before anything is uploaded."""
         if self._is_free:
             return
         known = {*self._ours, *self._sent}
@@ -313,13 +313,13 @@ class StoreSink(FileSink):
         self._is_free = True
 
     def _raise(self) -> None:
-        """Raise what went wrong with an upload."""
+        """Raise the error of an upload that failed."""
         for upload in self._uploads.values():
             if upload.done() and (error := upload.exception()) is not None:
                 raise error
 
     def complete(self, metadata: Metadata, *, whole: bool) -> dict[str, str]:
-        """Upload the files that are not there yet; merges have digests of headers alone."""
+        """Upload the remaining files; return digests of headers, as merges need."""
         del whole
         if self._is_one:
             ((file, (_, placed)),) = self.built.items()
@@ -332,7 +332,7 @@ class StoreSink(FileSink):
                 if file not in self._sent and file not in self._uploads:
                     self._submit(file)
             while self._count_uploads():
-                self._changed.wait(0.2)  # so that Ctrl-C comes through
+                self._changed.wait(0.2)  # so that Ctrl-C is noticed
             self._raise()
         return {file: bytes_digest(header) for file, (header, _) in self.built.items()}
 
@@ -362,7 +362,7 @@ class StorePublisher(Publisher):
         return StoreSink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
-        """Upload the index and the manifest, and clear the folder away."""
+        """Upload the index and the manifest, and remove the folder."""
         sink, journal = output.sink, output.journal
         assert isinstance(sink, StoreSink)
         assert journal is not None
@@ -370,7 +370,7 @@ class StorePublisher(Publisher):
         sink.free_place()
         journal.note_synced(ours=sorted([*output.others, name]))
         journal.note_synced(finished=bytes_digest(manifest))
-        for other in output.others:  # of which the index is the last
+        for other in output.others:  # the index is the last of them
             sink.upload(other)
         objects.upload(_place(self.layout, name), manifest)
         try:

@@ -1,16 +1,16 @@
 """The names that belong to an output, and the checks before anything is written there.
 
-Three names belong to an output: its own, that of its manifest, and `OUT.partial`, where it is made.
-Before anything is written these are held against every input by device and inode, so that a second
-path to an input (a link, a bind mount) is known for what it is. A folder in which an output is made
-carries a mark; one without it is somebody else's and stays as it is.
+Three names belong to an output: its own, its manifest's, and `OUT.partial`, where it is made.
+Before anything is written these are compared with every input by device and inode, so that a second
+path to an input (a link, a bind mount) is recognised. A folder in which an output is made has a
+mark; a folder without it is somebody else's and is not changed.
 
-Nothing is replaced that dare did not write. A model is known by the check in its header or by the
-digest in its manifest (`check_replaceable`), a page or a recipe by what it begins with
+Nothing is replaced that dare did not write. A model is recognised by the check in its header or by
+the digest in its manifest (`check_replaceable`), a page or a recipe by its beginning
 (`check_free`).
 
-A sealed document, such as a manifest, can tell whether it is as it was written: it lists the files
-it speaks of, and ends with the digest of its own text, taken while that digest is all zeros.
+A sealed document, such as a manifest, shows whether it has been changed: it lists the files that it
+describes, and ends with the digest of its own text, computed while that digest is all zeros.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MANIFEST_NAME = "dare-manifest.json"
 MARK_NAME = "dare-partial.txt"
 MARK = b"dare makes an output here, and may delete everything in this folder.\n"
 JOURNAL_NAME = "journal.jsonl"
-REPLACED = ".replaced-"  # suffix of an output that is replaced, if names cannot be exchanged
+REPLACED = ".replaced-"  # in the name of a replaced output, if names cannot be exchanged
 COPIED_BYTES = 1 << 20
 LONGEST_NAME = 255  # bytes, on every file system that people use
 
@@ -63,7 +63,7 @@ KINDS = {
 }
 BEGINNING_BYTES = 1 << 20
 
-MAX_MANIFEST_BYTES = 1 << 30  # a model of a million tensors and ten models takes less
+MAX_MANIFEST_BYTES = 1 << 30  # more than for a million tensors and ten models
 
 Identity = tuple[int, int]
 
@@ -83,7 +83,7 @@ def work_folder(layout: Layout) -> Path:
 
 
 def default_scratch() -> Path:
-    """The scratch folder of this user, where the next try finds what one has left."""
+    """Return the scratch folder of this user, where the next try finds unfinished outputs."""
     return cache_folder() / "uploads"
 
 
@@ -100,12 +100,12 @@ def slice_journal(folder: Path, part: Slice) -> Path:
 
 
 def slice_journals(folder: Path) -> dict[Slice, Path]:
-    """The journals of slices that are there."""
-    found = {}
+    """Return the journals of slices in a folder, in order."""
+    journals = {}
     for path in folder.glob("slice-*-of-*.jsonl"):
         if name := re.fullmatch(r"slice-([0-9]{1,6})-of-([0-9]{1,6})", path.stem):
-            found[Slice(*map(int, name.groups()))] = path
-    return dict(sorted(found.items()))
+            journals[Slice(*map(int, name.groups()))] = path
+    return dict(sorted(journals.items()))
 
 
 def has_mark(folder: Path) -> bool:
@@ -114,8 +114,8 @@ def has_mark(folder: Path) -> bool:
     if folder.is_symlink() or mark.is_symlink() or not mark.is_file():
         return False
     with mark.open("rb") as file:
-        found = file.read(len(MARK) + 1)
-    return MARK.startswith(found.rstrip(b"\0"))  # it may have died with whoever was writing it
+        text = file.read(len(MARK) + 1)
+    return MARK.startswith(text.rstrip(b"\0"))  # its writer may have died in the middle
 
 
 def is_only_name(path: Path) -> bool:
@@ -125,7 +125,7 @@ def is_only_name(path: Path) -> bool:
 
 
 def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> None:
-    """Refuse to touch an input, ever, and to replace an output without `overwrite`."""
+    """Refuse to touch any input, and to replace an output without `overwrite`."""
     target = layout.target
     _check_name(target)
     _check_inputs(layout, inputs)
@@ -138,7 +138,7 @@ def check_target(layout: Layout, inputs: Iterable[Path], *, overwrite: bool) -> 
 
 
 def refuse_existing(target: Path | None) -> None:
-    """Refuse an output that exists, unless its making has left something to clear away."""
+    """Refuse an output that exists, unless there are leftovers to clear away."""
     if target is None or is_stored(target) or not os.path.lexists(target):
         return
     if not (has_mark(target) or partial_folder(target).exists()):
@@ -146,7 +146,7 @@ def refuse_existing(target: Path | None) -> None:
 
 
 def check_replaceable(layout: Layout) -> None:
-    """Refuse to replace what dare did not write, or what has changed since."""
+    """Refuse to replace an output that dare did not write, or that has changed since."""
     target = layout.target
     if target.is_symlink():
         raise OutputError(f"{target}: is a link, and links are not replaced; give its target")
@@ -160,9 +160,10 @@ def check_replaceable(layout: Layout) -> None:
         return
     manifest = manifest_path(target)
     digests = set[str]()
-    for found in (manifest, partial_folder(target) / manifest.name):  # the other dies in between
+    # A process that dies while it publishes leaves the manifest in the second place.
+    for place in (manifest, partial_folder(target) / manifest.name):
         with suppress(InputError):
-            digests |= set(read_sealed(found)["files"].values())
+            digests |= set(read_sealed(place)["files"].values())
     if not _is_as_written(target, digests):
         raise OutputError(
             f"{target}: was not made by dare, or has changed since (neither its header's check "
@@ -171,13 +172,13 @@ def check_replaceable(layout: Layout) -> None:
 
 
 def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
-    """Refuse to write a small file over another without `overwrite`, or ever over another kind."""
+    """Refuse to replace a file by a small one without `overwrite`, or if it is of another kind."""
     if path is None or not os.path.lexists(path):
         return
     if not overwrite:
         raise OutputError(f"{path}: exists already; choose another path, or add --overwrite")
-    found = read_beginning(path, BEGINNING_BYTES) if path.is_file() else b""
-    if found.strip() and not re.search(KINDS[kind], found):
+    beginning = read_beginning(path, BEGINNING_BYTES) if path.is_file() else b""
+    if beginning.strip() and not re.search(KINDS[kind], beginning):
         raise OutputError(
             f"{path}: was not made by dare (it does not begin like the {kind} that would be "
             "written there), so it is not replaced; remove it yourself, or choose another path"
@@ -185,7 +186,7 @@ def check_free(path: Path | None, kind: str, *, overwrite: bool) -> None:
 
 
 def write_file(path: Path, content: bytes, kind: str | None, *, overwrite: bool = True) -> None:
-    """Write a file, and the folders that it lies in; never over a file of another kind."""
+    """Write a file, and create its folders; never replace a file of another kind."""
     if kind is not None:
         check_free(path, kind, overwrite=overwrite)
     try:
@@ -230,7 +231,7 @@ def _check_inputs(layout: Layout, inputs: Iterable[Path]) -> None:
 
 
 def _places(file: Path) -> Iterator[Path]:
-    """An input, the folders on the way to it, and on the way to what its links lead to."""
+    """Yield an input, its parent folders, and those of the target of its links."""
     given = Path(os.path.abspath(file))
     real = Path(os.path.realpath(file))
     yield file
@@ -243,14 +244,14 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def _identities(paths: Iterable[Path]) -> Iterator[tuple[Identity | None, Path]]:
-    """Yield the identity of each path, and of the target where it is a link."""
+    """Yield the identity of each path, and of its target if it is a link."""
     for path in paths:
         for follow in (False, True):
             if (identity := file_identity(path, follow=follow)) is not None:
                 yield identity, path
 
 
-# ---------------------------------------------------------------- what may be replaced
+# ---------------------------------------------------------------- outputs that may be replaced
 
 
 def _check_manifest(target: Path) -> None:
@@ -297,7 +298,7 @@ def _check_folder(target: Path) -> None:
 
 
 def _is_as_written(file: Path, digests: Collection[str]) -> bool:
-    """Tell whether a file is as dare wrote it: by its header, or else by the digest of it all."""
+    """Tell whether a file is as dare wrote it, by its header or else by its digest."""
     try:
         if file.suffix == ".safetensors":
             with closing(open_input(file)) as opened:
@@ -312,7 +313,7 @@ def _is_as_written(file: Path, digests: Collection[str]) -> bool:
 
 
 def written_files(folder: Path) -> set[Path]:
-    """The files of an output directory that its manifest says were written, and the manifest."""
+    """Return the files of an output directory that its manifest lists, and the manifest."""
     try:
         names = read_sealed(folder / MANIFEST_NAME)["files"]
     except InputError as error:
@@ -326,7 +327,7 @@ def written_files(folder: Path) -> set[Path]:
 
 
 def seal(document: Mapping[str, Any], files: Mapping[str, str]) -> bytes:
-    """Return a document as text, with the digests of its files and one of itself."""
+    """Return a document as text, with the digests of its files and its own."""
     text = json_bytes({**document, "files": dict(files), SEAL: UNKNOWN}, indent=1)
     return _with_seal(text, bytes_digest(text))
 
@@ -339,14 +340,14 @@ def _with_seal(text: bytes, digest: str) -> bytes:
 
 def has_fitting_check(header: bytes) -> bool:
     """Tell whether the check in a header, which merges and delta files have, matches the header."""
-    found = re.search(rb'\\"%b\\":\s?\\"([0-9a-f]{%d})\\"' % (SEAL.encode(), DIGEST_LENGTH), header)
-    if found is None:
+    check = re.search(rb'\\"%b\\":\s?\\"([0-9a-f]{%d})\\"' % (SEAL.encode(), DIGEST_LENGTH), header)
+    if check is None:
         return False
-    return bytes_digest(header.replace(found[1], UNKNOWN.encode(), 1)) == found[1].decode()
+    return bytes_digest(header.replace(check[1], UNKNOWN.encode(), 1)) == check[1].decode()
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a sealed document; InputError if it is none, or not as it was written."""
+    """Read a sealed document; InputError if it is not one, or has been changed."""
     text = read_limited(path, MAX_MANIFEST_BYTES)
     try:
         document = json.loads(text)
@@ -357,13 +358,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
     if bytes_digest(_with_seal(text, UNKNOWN)) != document[SEAL]:
         raise InputError(f"{path}: the manifest has been changed since it was written")
     for name in files if isinstance(files := document.get("files"), dict) else ():
-        place = PureWindowsPath(name)  # which knows the separators of all systems
+        place = PureWindowsPath(name)  # it knows the separators of all systems
         if place.anchor or ".." in place.parts:
             raise InputError(f"{path}: files: {name!a} is not in the output's folder")
     return document
 
 
-# ---------------------------------------------------------------- what is on the disk
+# ---------------------------------------------------------------- files on the disk
 
 
 def remove(path: Path) -> None:
@@ -386,9 +387,9 @@ def claim(folder: Path) -> list[Path]:
         if folder.is_symlink() or not folder.is_dir():
             what = "must be a folder, in which the output is made; move it away"
             raise OutputError(f"{folder}: {what}") from None
-        found = next(folder.iterdir(), None)
-        if found is not None and not has_mark(folder):
-            what = f"contains {found.name} and was not made by dare; move it away"
+        first = next(folder.iterdir(), None)
+        if first is not None and not has_mark(folder):
+            what = f"contains {first.name} and was not made by dare; move it away"
             raise OutputError(f"{folder}: {what}") from None
     if not has_mark(folder):
         _mark(folder)

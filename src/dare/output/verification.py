@@ -44,7 +44,7 @@ from dare.tensors.system import available_cores
 
 Manifest = Mapping[str, Any]
 
-# Endings of what people lay beside a model, and no program loads with it.
+# Endings of files that people put beside a model, and that no program loads with it.
 HARMLESS = {".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf"}
 
 
@@ -71,7 +71,7 @@ class Verification(Shown):
         return {"ok": self.ok, **asdict(self), "path": str(self.path)}
 
     def document(self) -> Document:
-        """Return whether the output is what was written."""
+        """Return a document that says whether the output is as it was written."""
         checked = f"{counted(self.tensors, 'tensor')}, {show_size(self.bytes_checked)}"
         bad = "Not what was written" if self.tensors else "Cannot be verified"
         facts = () if self.sha256 is None else (("SHA-256 of the weights", self.sha256),)
@@ -91,7 +91,7 @@ def verify(
     """Hash an output again and compare it with its manifest; `verbose` shows progress.
 
     `sha256` also computes the SHA-256 of a merged model's weights: of the bytes of all tensors in
-    order of name, which any other program can compute too. It uses one core (up to 4.4 s for a
+    order of name, which any other program can also compute. This uses one core (up to 4.4 s for a
     gigabyte), everything else uses all. Raises VerificationError if there is no manifest.
     """
     path = to_path(path)
@@ -113,7 +113,7 @@ def verify(
     whole = model_digest((source.tensors[name], digest) for name, digest in digests.items())
     for file, manifest in manifests.items():
         expected = manifest.get("output")
-        if expected not in (whole, UNKNOWN):  # of shards in a store it was not known
+        if expected not in (whole, UNKNOWN):  # it is unknown in shards written to a store
             problems.append(notice("other_digest", str(file), found=whole, expected=expected))
     embedded = next(iter(manifests.values()), {})
     changed: list[Notice] = []
@@ -133,15 +133,15 @@ def verify(
 
 
 def _has_whole_digests(path: Path) -> bool:
-    """Tell whether a model is in files that are not plain merges: it was restored, or recoded."""
+    """Tell whether a model was restored or recoded, so that its manifest has digests of files."""
     try:
         return not {"restored", "recoded"}.isdisjoint(read_sealed(manifest_path(path)))
     except InputError:
-        return path.suffix == ".gguf" and is_there(path)  # which has no other manifest
+        return path.suffix == ".gguf" and is_there(path)  # it has no other manifest
 
 
 def _verify_files(path: Path) -> Verification:
-    """Verify what has digests of whole files, which plain merges do not have."""
+    """Verify a model whose manifest has digests of whole files, unlike a plain merge's."""
     manifest = manifest_path(path)
     if not manifest.exists():
         raise VerificationError(f"{path}: was not made by dare; it has no {MANIFEST_NAME}")
@@ -217,7 +217,7 @@ def _checked_manifest(file: Path, header: Header, problems: list[Notice]) -> Man
 def _digest_tensors(
     source: FileSource, advance: Callable[[int], None], weights: Any | None
 ) -> dict[str, str]:
-    """The digest of every tensor, chunks of which are read in threads; all go into `weights`."""
+    """Return the digest of every tensor; chunks are read in threads, and added to `weights`."""
 
     def read_chunk(info: TensorInfo, start: int, count: int) -> tuple[str, str, Raw]:
         raw = np.empty(count, info.dtype.carrier)
@@ -232,7 +232,7 @@ def _digest_tensors(
     cores = available_cores()
     with source, ThreadPoolExecutor(cores) as pool:
         reads = (pool.submit(read_chunk, *chunk) for chunk in chunks)
-        waiting = deque(itertools.islice(reads, 2 * cores))  # only so many run ahead
+        waiting = deque(itertools.islice(reads, 2 * cores))  # the most that may run ahead
         while waiting:
             name, digest, raw = waiting.popleft().result()
             waiting.extend(itertools.islice(reads, 1))
@@ -245,7 +245,7 @@ def _digest_tensors(
 def _compare_weights(
     beside: Path, manifest: Manifest, digests: Mapping[str, str], embedded: Manifest, *, ok: bool
 ) -> Iterator[Notice]:
-    """Compare with the manifest beside the weights, which can say which tensor is damaged."""
+    """Compare with the manifest beside the weights, to find out which tensor is damaged."""
     if embedded.get("output") == UNKNOWN:
         embedded = {**embedded, **{key: manifest.get(key) for key in ("base", "models", "output")}}
     if ok and manifest.get("output") != embedded["output"]:
@@ -267,7 +267,7 @@ def _compare_weights(
 def _compare_files(
     folder: Path, manifest: Mapping[str, Any], weights: Set[Path], changed: list[Notice]
 ) -> Iterator[Notice]:
-    """Compare what lies beside the weights; `changed` gets what is likely meant."""
+    """Compare the files beside the weights; add changes that are likely intended to `changed`."""
     expected: Mapping[str, str] = manifest["files"]
     beside = [name for name in expected if folder / name not in weights]  # compared by tensor
     places = {name: resolve_inside(folder, name) for name in beside}  # before any is opened

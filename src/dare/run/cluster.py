@@ -1,14 +1,14 @@
 """A merge on a Ray cluster: slices that nodes make, and write into the same partial output.
 
-A job is plain data, done in pieces by tasks. Every process in which tasks run opens it once, as it
-sees files and folders there. Ray decides where a task runs, and runs it again elsewhere if its
-process or its machine dies; so a piece must give the same result if it is done twice. An error in a
-piece is not tried again: it ends the work, and the message names the node.
+A job is plain data, done in pieces by tasks. Every process that runs tasks opens it once, with its
+own view of files and folders. Ray decides where a task runs, and runs it again elsewhere if its
+process or its machine dies; so a piece must give the same result if it is done twice. After an
+error in a piece there is no second try: it ends the work, and the message names the node.
 
 A task of a merge makes one slice. It returns the records of its chunks when they are on the disk,
-so what was journaled needs no second check, and what a dead machine has not synced is written again
-by the next. Stages that must know something of whole models have tasks observe the tensors before,
-and the driver conclude.
+so journaled chunks need no second check, and chunks that a dead machine has not synced are written
+again by the next. For stages that need to know whole models, tasks first observe the tensors, and
+the driver draws the conclusions.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ from dare.stages.registry import load_installed_stages, load_stages
 from dare.stores.locations import is_stored
 from dare.tensors.chunks import bytes_digest, chunk_count, chunk_span
 
-RETRIES = 5  # times that Ray starts a task again whose process or machine has died
-TASKS_PER_SLOT = 2  # tasks that are handed to Ray for each one that can run
-NODE_POLL_SECONDS = 2.0  # time between two questions which nodes there are
-PATIENCE_SECONDS = 60.0  # time to wait for a first answer, and for a node when none is left
-TASK_MEMORY_BYTES = 256 << 20  # memory of a task if no limit is set, and it does not need more
+RETRIES = 5  # times that Ray restarts a task whose process or machine has died
+TASKS_PER_SLOT = 2  # tasks that are given to Ray for each one that can run
+NODE_POLL_SECONDS = 2.0  # between two requests for the list of nodes
+PATIENCE_SECONDS = 60.0  # time to wait for a first answer, or for a node when there is none
+TASK_MEMORY_BYTES = 256 << 20  # memory of a task if no limit is set, unless it needs more
 SLICES_PER_NODE, SLICES_PER_TASK = 16, 8  # at least, for each node and for each running task
-SLICE_BYTES = 1 << 30  # the most that a slice reads and writes, unless there would be too many
+SLICE_BYTES = 1 << 30  # the most bytes of a slice, unless there would be too many slices
 SAMPLES = 3  # chunks of each input that are compared: the first, the last, and some between
 
 SAME_VERSIONS = "install the same versions on every node"
 
-# Digests of an input's headers, by an empty name, and of some of its chunks, by tensor.
+# Digests of an input's headers, under an empty name, and of some of its chunks, by tensor.
 Sample = dict[str, str]
-# Does a piece, given what all pieces have in common; returns its result and the bytes read.
+# Does a piece, given the data that all pieces share; returns its result and the bytes read.
 RunPiece = Callable[[Any, Any], tuple[Any, int]]
 # A node by id and address, the result of a piece there, and the bytes that were read for it.
 Result = tuple[tuple[str, str], Any, int]
@@ -82,20 +82,20 @@ class ClusterJob(ABC):
     """Something done in pieces with the weights of some inputs, described by plain data."""
 
     request: Request
-    inputs: tuple[Sample, ...]  # as the driver sees them
+    inputs: tuple[Sample, ...]  # the driver's samples
 
     @abstractmethod
     def open(self, stack: ExitStack) -> RunPiece:
         """Open the inputs in this process, until the stack is closed."""
 
     def hold_inputs(self, stack: ExitStack, recipe: Recipe, sources: Sequence[Source]) -> None:
-        """Hold the inputs open until the stack is closed; refuse others than the driver has."""
+        """Hold the inputs open until the stack is closed; refuse inputs that differ there."""
         stack.enter_context(hold_open(sources))
         check_same_inputs(recipe, sources, self.inputs)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what computes here, which must be the same on every node."""
+    """Return the versions that must be the same on every node."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"dare": __version__, "Python": python, "numpy": version("numpy")}
 
@@ -114,7 +114,7 @@ def _run_piece(key: str, expected: dict[str, str], job: tuple[Any], piece: Any, 
         if (found := versions()) != expected:
             differ = f"has {_listed(found)}, and the driver {_listed(expected)}"
             raise ClusterError(f"{differ}; {SAME_VERSIONS}")
-        if piece is None:  # the driver asks whether anybody is there
+        if piece is None:  # the driver only asks for an answer
             return *node, None
         if key not in _opened:
             for stack, _ in _opened.values():
@@ -140,7 +140,7 @@ def _listed(found: dict[str, str]) -> str:
 def connect(address: str, *, verbose: bool) -> Iterator[Cluster]:
     """Connect to a cluster, unless the program is connected already and goes on using Ray.
 
-    Ray's news of nodes that have died go to stderr, since stdout is for results.
+    Ray's messages about nodes that died go to stderr, since stdout is for results.
     """
     _check_listening(address)
     try:
@@ -194,14 +194,14 @@ class Cluster:
     _sent: tuple[ClusterJob, Any] | None = None
 
     def processors(self) -> list[int]:
-        """Return the number of processors that Ray may use on each node that is there."""
+        """Return the number of processors that Ray may use on each live node."""
         alive = (node["Resources"] for node in self._ray.nodes() if node["Alive"])
         return [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
 
     def size_tasks(self, least: int, limit: int, given: int | None, threads: int | None) -> int:
-        """Size tasks by the memory and processors of a node; return how many run at once in all.
+        """Size tasks by the memory and processors of a node; return how many can run at once.
 
-        A task needs the `least`; a node has the `limit`, or more than that if none was `given`.
+        A task needs `least` bytes; a node has `limit` bytes, or more if no limit was `given`.
         """
         largest = max(self.processors(), default=1)
         self._tasks_per_node = max(1, min(largest, threads or largest, limit // max(least, 1)))
@@ -218,7 +218,7 @@ class Cluster:
         return sum(found // processors for found in self.processors())
 
     def run(self, job: ClusterJob, pieces: Iterable[Any], common: Any = None) -> Iterator[Result]:
-        """Have all pieces done; yield each result as soon as it is there."""
+        """Have tasks do all pieces; yield each result as soon as it arrives."""
         ray, processors = self._ray, self._processors_of_a_task
         task = ray.remote(_run_piece).options(
             num_cpus=processors, max_retries=RETRIES, scheduling_strategy="SPREAD"
@@ -249,7 +249,7 @@ class Cluster:
                 ray.cancel(reference, force=True)
 
     def _check_patience(self, slots: int, seconds: float) -> None:
-        """Refuse to wait any longer for a node that has processors for a task."""
+        """Raise an error after waiting too long for a node with processors for a task."""
         if seconds < PATIENCE_SECONDS:
             return
         reason = "no node is left that can do the work; add nodes and run it again: it resumes"
@@ -258,7 +258,7 @@ class Cluster:
         raise ClusterError(f'cluster = "{self._address}": {reason}')
 
     def _take(self, reference: Any) -> Iterator[Result]:
-        """Yield the result of a task, unless it was only to answer."""
+        """Yield the result of a task, unless it was only asked to answer."""
         errors = self._ray.exceptions
         try:
             node, name, outcome = self._ray.get(reference)
@@ -283,7 +283,7 @@ class Cluster:
 
 
 def sample_inputs(sources: Sequence[Source]) -> tuple[Sample, ...]:
-    """Take samples of inputs, by which other processes can tell whether they see the same."""
+    """Take samples of inputs, so that other processes can check that they see the same."""
     with hold_open(sources):
         return tuple(map(_sample, sources))
 
@@ -316,11 +316,11 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
 
     def absolute(path: Path) -> Path:
         is_here = not is_stored(path) and path.exists()
-        return path.absolute() if is_here else path  # else it is in a store, or on the hub
+        return path.absolute() if is_here else path  # others are in a store, or on the hub
 
     output = None if recipe.output is None else recipe.output.absolute()
-    there = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
-    return Request(moved(recipe, absolute, output), options.changed(**there))
+    for_task = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
+    return Request(moved(recipe, absolute, output), options.changed(**for_task))
 
 
 # ---------------------------------------------------------------- the merge
@@ -337,7 +337,7 @@ class MergeJob(ClusterJob):
 
     @classmethod
     def of(cls, plan: Plan, folder: Path, memory: int) -> MergeJob:
-        """Describe a plan to others."""
+        """Describe a plan for other processes."""
         files = plan.input_files
         return cls(
             task_request(plan.recipe, plan.options, memory),
@@ -349,7 +349,7 @@ class MergeJob(ClusterJob):
         )
 
     def open(self, stack: ExitStack) -> RunPiece:
-        """Open the inputs and make the plan; refuse others than the driver has."""
+        """Open the inputs and make the plan; refuse those that differ from the driver's."""
         load_installed_stages()
         for file in self.stage_files:
             load_stages(file)
@@ -382,13 +382,13 @@ class MergeJob(ClusterJob):
         return run
 
     def files(self, plan: Plan) -> FileSink:
-        """Return the files of the partial output, as this process sees them."""
+        """Return the files of the partial output, for this process."""
         assert plan.layout is not None  # a merge in memory has no cluster
         return make_sink(self.folder, plan.layout, metadata_of(plan.identity))
 
 
 def check_for_cluster(plan: Plan) -> None:
-    """Refuse what nodes cannot do together, before anything is written."""
+    """Refuse plans that nodes cannot carry out together, before anything is written."""
     options, target = plan.options, plan.recipe.output
     is_sent = plan.layout is not None and plan.layout.is_sent
     if is_sent and options.scratch is None:
@@ -399,7 +399,7 @@ def check_for_cluster(plan: Plan) -> None:
 
 
 def execute_on_cluster(merge: Work[Any]) -> list[Record]:
-    """Have a cluster merge what is not done yet; return the records of all chunks."""
+    """Have a cluster merge the chunks that are not done; return the records of all chunks."""
     plan, output, progress = merge.plan, merge.output, merge.meter.advance
     options, cost = plan.options, plan.cost
     assert options.cluster is not None
@@ -411,10 +411,10 @@ def execute_on_cluster(merge: Work[Any]) -> list[Record]:
         )
         division = Division(plan, _count_slices(plan, len(cluster.processors()), tasks))
         job = MergeJob.of(plan, output.folder, cluster.task_memory)
-        left = list(_shares_left(division, records))
-        known = _conclude(plan, division, job, cluster, progress) if left else {}
+        shares = list(_shares_left(division, records))
+        known = _conclude(plan, division, job, cluster, progress) if shares else {}
         files, checked_nodes = job.files(plan), set[tuple[str, str]]()
-        for node, made, nbytes in cluster.run(job, left, known):
+        for node, made, nbytes in cluster.run(job, shares, known):
             if node not in checked_nodes:
                 _check_arrival(node[1], files, made[0])
                 checked_nodes.add(node)
@@ -456,9 +456,9 @@ def _shares_left(division: Division, done: Sequence[Record]) -> Iterator[Share]:
     """Yield the shares of slices, without the chunks that are done."""
     finished = {(record.tensor, record.chunk) for record in done}
     for share in division.shares():
-        left = {n: [chunk for chunk in of if (n, chunk) not in finished] for n, of in share.items()}
-        if left := {name: chunks for name, chunks in left.items() if chunks}:
-            yield left
+        to_make = {n: [c for c in chunks if (n, c) not in finished] for n, chunks in share.items()}
+        if to_make := {name: chunks for name, chunks in to_make.items() if chunks}:
+            yield to_make
 
 
 def _check_arrival(node: str, files: FileSink, record: Record) -> None:

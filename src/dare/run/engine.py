@@ -1,12 +1,11 @@
 """A plan is run into a sink, and a receipt says what was done.
 
 There is one `run`, for everything that writes a model: a merge, a slice of it, a delta file, a
-model that is restored, an adapter. It refuses what must not be written, takes an earlier try over,
+restored model, an adapter. It refuses outputs that must not be written, continues an earlier try,
 has the work done with a progress bar, puts the last files beside the weights and gives the output
-its name. What differs is the `Work`: its identity, its sink, what is done to chunks, and its
-receipt.
+its name. Only the `Work` differs: its identity, its sink, what is done to chunks, and its receipt.
 
-`execute` carries a plan out with the threads of this process.
+`execute` carries out a plan with the threads of this process.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Receipt(Generic[R]):
-    """The end of a run: the report for the user, and what the output still lacks."""
+    """The end of a run: the report for the user, and the remaining files of the output."""
 
     report: R
     metadata: Metadata = field(default_factory=dict)  # of each file of weights
@@ -67,12 +66,12 @@ class Receipt(Generic[R]):
 
 
 class Work(Generic[R]):
-    """Something to be made, and all that makes one kind of it different from another."""
+    """Something to make, and everything that distinguishes one kind of it from another."""
 
     verb = "merging"
     can_be_sent = False  # True if it may be made in a store
-    discards = False  # True if what is incomplete is of no use to the next try
-    writer = SoleWriter()  # what this process does of the output
+    discards = False  # True if the next try cannot use an incomplete output
+    writer = SoleWriter()  # the part of this process in the output
 
     def __init__(self, plan: Plan, layout: Layout, *fingerprint: str) -> None:
         self.plan = plan
@@ -95,7 +94,7 @@ class Work(Generic[R]):
         return self.plan.options.verbose
 
     def recognise(self, found: JournalContent) -> R | None:  # noqa: ARG002
-        """Return the report, if this very work was complete when its process died."""
+        """Return the report, if this same work was complete when its process died."""
         return None
 
     def prepare(self) -> None:
@@ -106,7 +105,7 @@ class Work(Generic[R]):
         return publisher.make_sink({})
 
     def carry_out(self) -> Sequence[Record]:
-        """Have all chunks made that are not done."""
+        """Make all chunks that are not done."""
         return self.execute()
 
     def conclude(self, records: Sequence[Record]) -> Receipt[R]:
@@ -114,13 +113,13 @@ class Work(Generic[R]):
         raise NotImplementedError
 
     def end(self, report: R, problems: Sequence[str]) -> R:  # noqa: ARG002
-        """Return the report of an output that is published, with what went wrong after that."""
+        """Return the report of an output that is published, with later problems."""
         return report
 
     # ------------------------------------------------------------ while it is carried out
 
     def start(self, output: Output, display: Display, started: float) -> None:
-        """Take the output under way, and what shows how far it is."""
+        """Keep the output under way, and the display of its progress."""
         self.output = output
         self.meter = Meter(display)
         self.noticed: list[Notice] = []
@@ -138,7 +137,7 @@ class Work(Generic[R]):
         self._display.announce(text)
 
     def take_over(self) -> None:
-        """Go on from an earlier try, as far as it was made of these inputs; say what is unused."""
+        """Continue an earlier try, if it was made from these inputs; say what is not used."""
         plan, output = self.plan, self.output
         if output.started_over:
             self.noticed.append(notice(LEFTOVERS, str(output.folder), what=output.started_over))
@@ -153,13 +152,13 @@ class Work(Generic[R]):
         self._display.advance(plan.cost.bytes_read * done // max(sum(elements.values()), 1))
 
     def execute(self, **how: Any) -> list[Record]:
-        """Carry the plan out into the output, but for what is done."""
+        """Carry out the plan into the output, except for chunks that are done."""
         how = {"progress": self.meter.advance, "record": self.output.record} | how
         return execute(self.plan, self.output.sink, done=self.output.resumed, **how)
 
 
 def publisher_of(layout: Layout) -> Publisher:
-    """Return what gives an output its name: on this machine, or in a store."""
+    """Return the publisher of an output: on this machine, or in a store."""
     return StorePublisher(layout) if layout.is_sent else Publisher(layout)
 
 
@@ -170,10 +169,10 @@ def run(
     resume: bool = True,
     before: Callable[[], None] = lambda: None,
 ) -> R:
-    """Make an output; refuse one that is an input, or exists and is not this work's own.
+    """Make an output; refuse one that is an input, or exists and does not belong to this work.
 
-    If this very work was complete when its process died, return its report. `before` is called when
-    nothing stands in the way.
+    If this same work was complete when its process died, return its report. `before` is called
+    after all checks, before anything is made.
     """
     layout, publisher = work.layout, publisher_of(work.layout)
     if layout.is_sent and not work.can_be_sent:
@@ -208,7 +207,7 @@ def perform(work: Work[R], *, overwrite: bool = False, resume: bool = True) -> R
 
 
 def open_output(work: Work[Any], *, overwrite: bool = False, resume: bool = True) -> Output:
-    """Put together where the bytes of a work go, their journal, and the way to its name."""
+    """Return the output of a work: its sink, its journal and its publisher."""
     publisher = publisher_of(work.layout)
     return Output(
         work.make_sink(publisher),
@@ -222,16 +221,16 @@ def open_output(work: Work[Any], *, overwrite: bool = False, resume: bool = True
 
 
 def warn(plan: Plan, notices: Iterable[Notice]) -> None:
-    """Show notices as warnings of the caller, unless the run is to be silent."""
+    """Show notices as warnings of the caller, unless the run is silent."""
     if plan.options.verbose:
         for found in dict.fromkeys(notices):
             warn_caller(str(found))
 
 
 def _made_of_same(plan: Plan, records: Sequence[Record]) -> list[Record]:
-    """Keep the chunks of an earlier try whose inputs have other stamps and the same content.
+    """Keep the chunks of an earlier try whose inputs have other stamps but the same content.
 
-    What was surveyed as a whole counts only if all of it is the same.
+    A tensor that was surveyed as a whole counts only if all of it is the same.
     """
     tensors = {tensor.name: tensor for tensor in plan.tensors}
 
@@ -239,8 +238,8 @@ def _made_of_same(plan: Plan, records: Sequence[Record]) -> list[Record]:
         tensor = tensors[record.tensor]
         sources = sources_of(plan, tensor, tensor.models)
         span = chunk_span(record.chunk, tensor.elements)
-        ((_, found),) = read_chunks(sources, tensor.name, *span, base_first=True)
-        return record.inputs == tuple(bytes_digest(raw.data) for raw in found)
+        ((_, stored),) = read_chunks(sources, tensor.name, *span, base_first=True)
+        return record.inputs == tuple(bytes_digest(raw.data) for raw in stored)
 
     with hold_open(plan.sources), ThreadPoolExecutor(plan.cost.threads) as pool:
         same = list(itertools.compress(records, pool.map(is_same, records)))
@@ -265,11 +264,11 @@ def execute(
     share: Share | None = None,
     make_coder: MakeCoder | None = None,
 ) -> list[Record]:
-    """Merge what is not `done` yet into the sink; return the records of all chunks.
+    """Merge all chunks that are not `done` into the sink; return the records of all chunks.
 
-    `record` gets the records of each batch. `known` are the conclusions of a plan that this one is
-    a part of; else they are drawn here. With a `share`, only its chunks are merged. `make_coder`
-    makes what codes chunks: unless it is given, they are stored as the plan's layout says.
+    `record` gets the records of each batch. `known` are the conclusions of a larger plan that this
+    one is part of; without it they are drawn here. With a `share`, only its chunks are merged.
+    `make_coder` makes the coder of chunks; by default they are stored as the plan's layout says.
     """
     if plan.options.cluster is not None:
         what = "only merges of files into files run on a cluster; leave cluster out here"
@@ -290,7 +289,7 @@ def execute(
 
 
 def draw_conclusions(plan: Plan) -> Results:
-    """Observe all tensors for the stages that ask for it, so that parts of the plan can be run."""
+    """Observe all tensors for stages that need it, so that parts of the plan can be run."""
     return do_census_steps(plan, list_census_steps(plan), {}, kind=Conclude)
 
 
@@ -303,14 +302,14 @@ def do_census_steps(
     progress: Progress = lambda _nbytes: None,
 ) -> dict[Id, Any]:
     """Observe tensors or draw conclusions; return the results of one kind of steps, or of all."""
-    found: dict[Id, Any] = {}
+    kept: dict[Id, Any] = {}
 
     def collect(steps: Sequence[Step], results: Sequence[Any]) -> None:
         pairs = zip(steps, results, strict=True)
-        found.update((step.id, result) for step, result in pairs if isinstance(step, kind))
+        kept.update((step.id, result) for step, result in pairs if isinstance(step, kind))
 
     _run_steps(plan, steps, Sink(), progress, known, collect)
-    return found
+    return kept
 
 
 def _run_steps(
@@ -341,9 +340,9 @@ def _run_steps(
 
 @contextmanager
 def open_for_threads(sources: Sequence[Source], *, uses_blas: bool) -> Iterator[None]:
-    """Hold inputs open while threads read them, for a merge as for an analysis.
+    """Hold inputs open while threads read them, for a merge or an analysis.
 
-    Refuse at the end those that have changed meanwhile.
+    At the end, refuse inputs that have changed meanwhile.
     """
     keep_freed_memory()
     with one_blas_thread() if uses_blas else nullcontext(), hold_open(sources, checks=True):

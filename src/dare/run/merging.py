@@ -49,7 +49,7 @@ class Merge(Work[Report]):
         if found.fingerprint != self.identity.fingerprint:
             return None
         if {stamps for stamps, _ in found.records.values()} - {self.identity.stamps}:
-            return None  # whether the inputs are still the same is not known
+            return None  # the inputs may have changed
         records = [record for _, record in found.records.values()]
         what = "Already complete; removed temporary files"
         noticed = [notice(LEFTOVERS, str(self.plan.recipe.output), what=what)]
@@ -57,7 +57,7 @@ class Merge(Work[Report]):
         return make_report(self.plan, records, sample, noticed, 0.0, 0, len(records))
 
     def prepare(self) -> None:
-        """Sample the weights, and make the documents of an empty merge: so nothing fails later."""
+        """Sample the weights, and make the documents of an empty merge, to find errors early."""
         self.sample = take_sample(self.plan)
         receipt = self._receipt_of(make_report(self.plan, ()))
         seal(receipt.manifest or {}, {})
@@ -100,7 +100,7 @@ class Merge(Work[Report]):
 
 
 def take_sample(plan: Plan) -> SampledModels:
-    """Sample the weights; refuse what is not finite, and warn of what was noticed."""
+    """Sample the weights; refuse values that are not finite, and show the notices."""
     sample = sample_models(plan)
     check_chunks(plan, [(t.name, n, (0, 0)) for t in sample.not_finite for n in range(t.chunks)])
     warn(plan, [*plan.warnings, *sample.notices])
@@ -108,7 +108,7 @@ def take_sample(plan: Plan) -> SampledModels:
 
 
 def check_digests(plan: Plan, digests: Digests) -> None:
-    """Refuse a delta file of another base, and inputs other than a manifest's recipe demands."""
+    """Refuse a delta file for another base, and inputs that a manifest's recipe does not demand."""
     recipe = plan.recipe
     gathered = [plan.gathered.digest] if plan.gathered else []
     found = (digests.base, *digests.models, *gathered)

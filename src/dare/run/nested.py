@@ -1,11 +1,11 @@
 """Merges inside merges: models that are results of other recipes, and stacks of layers.
 
-Nothing of them is written. A result is a source like any other: what is read of it is merged at
-that moment, chunk by chunk, and rounded to its storage type as if it came from a file. So a merge
-of a result has the bytes of a merge of the written result.
+None of them is written. A result is a source like any other: the chunks that are read from it are
+merged at that moment, and rounded to its storage type as if they came from a file. So a merge of a
+result has the same bytes as a merge of the written result.
 
-A stack takes ranges of layers of models, or of results, under the numbers that they get in it.
-Embeddings come from its first range, and what follows the layers from its last.
+A stack takes ranges of layers of models, or of results, and gives them new numbers. Embeddings come
+from its first range, and tensors that follow the layers from its last.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from dare.stages import find_stage
 from dare.tensors.chunks import CHUNK, chunk_span
 from dare.tensors.names import comes_before_layers
 
-SPARE_BYTES = 64 << 20  # memory of each thread in which surveys remember what they have seen
+SPARE_BYTES = 64 << 20  # memory of each thread for surveys to remember chunks
 MOST_INSIDE = 50  # merges inside each other: each is read through all the others
-SURVEYS_KEPT = 16  # tensors whose surveys are kept; of matrices one
-_BLAS = threading.RLock()  # of those who limit its threads, one at a time
+SURVEYS_KEPT = 16  # tensors whose surveys are kept; with matrices, one
+_BLAS = threading.RLock()  # held while BLAS's threads are limited
 
 
 def plan_request(request: Request, *, fetches: bool = True) -> Plan:
-    """Open what a request names, check it and plan the merge: the one way from request to plan."""
+    """Open a request's inputs, check them and plan the merge: the only way to make a plan."""
     options = request.options
     recipe, inputs = open_recipe(request.recipe, options, rescales=False, fetches=fetches)
     return plan_inputs(recipe, inputs, options)
@@ -77,9 +77,9 @@ def plan_request(request: Request, *, fetches: bool = True) -> Plan:
 def plan_inputs(
     recipe: Recipe, inputs: Inputs, options: RunOptions = USUAL, first_layer: int = 0
 ) -> Plan:
-    """Check inputs that are open, and plan their merge and what goes beside the weights.
+    """Check inputs that are open, and plan their merge and the files beside the weights.
 
-    The first layer has another number if there are only some layers of a stack.
+    `first_layer` is the number of the first layer, for a part of a stack.
     """
     recipe = check_inputs(recipe, inputs.base, inputs.models, inputs_of_output)
     opened = inputs.base, inputs.models, inputs.names, inputs.notes
@@ -97,7 +97,7 @@ def open_recipe(
 ) -> tuple[Recipe, Inputs]:
     """Open the inputs of a recipe, as `open_inputs` does, and of all recipes inside it.
 
-    `within` are the names of the merges that it is a part of, empty where it has another such.
+    `within` has the names of the merges that it is part of; a name that is redefined is empty.
     """
     keeps_scales = keeps_scales or recipe.format is not None
     how: dict[str, Any] = {"rescales": rescales, "fetches": fetches, "keeps_scales": keeps_scales}
@@ -110,13 +110,13 @@ def open_recipe(
         raise RecipeError(f"[merges]: {TOO_DEEP}")
     for name in pinned.keys() & files:
         others = {other: merge for other, merge in recipe.merges.items() if other != name}
-        own = recipe.merges[name]
-        inner = own.changed(merges={**others, **own.merges})
-        own_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
-        names = ("" if other in own.merges else other for other in (*within, name))
-        found, inputs = open_recipe(inner, options, **own_how, within=tuple(names))
-        merges[name] = MergedSource(_plan_inner(found, inputs, options))
-        pinned[name] = found.changed(merges=own.merges)
+        merge = recipe.merges[name]
+        inner = merge.changed(merges={**others, **merge.merges})
+        inner_how = {**how, "keeps_scales": keeps_scales and name == str(recipe.base)}
+        names = ("" if other in merge.merges else other for other in (*within, name))
+        opened, inputs = open_recipe(inner, options, **inner_how, within=tuple(names))
+        merges[name] = MergedSource(_plan_inner(opened, inputs, options))
+        pinned[name] = opened.changed(merges=merge.merges)
     if recipe.layers:
         return _open_stack(recipe, options, {**how, "within": within})
     recipe, inputs = open_inputs(recipe, options, merges=merges, **how)
@@ -125,7 +125,7 @@ def open_recipe(
 
 
 def _plan_inner(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer: int = 0) -> Plan:
-    """Plan a merge whose result is read by one thread at a time, or by several for themselves."""
+    """Plan a merge whose result is read on the fly, by each thread with its own memory."""
     if inputs.aligned.tokenizer_files or inputs.aligned.tokenizer:
         raise RecipeError(
             "a merge inside another cannot change the tokens; write its result first, or set "
@@ -138,7 +138,7 @@ def _plan_inner(recipe: Recipe, inputs: Inputs, options: RunOptions, first_layer
 
 
 class MergedSource(Source):
-    """The result of a merge, which is made as it is read."""
+    """The result of a merge, computed as it is read."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -176,7 +176,7 @@ class MergedSource(Source):
             into[low - start : high - start] = made[low - first : high - first]
 
     def _surveys(self, tensor: TensorPlan) -> Results:
-        """Return what stages have found in a whole tensor; one thread looks for all of them."""
+        """Return the findings of stages for a whole tensor; one thread computes them for all."""
         if not self._plan.is_surveyed(tensor):
             return {}
         with self._lock:
@@ -225,7 +225,7 @@ class _Maker(threading.local):
 
 
 class _OnePlaceSink(Sink):
-    """A sink in which every chunk has the same place."""
+    """A sink with the same place for every chunk."""
 
     def __init__(self, room: Bytes) -> None:
         self._room = room
@@ -240,27 +240,28 @@ class _OnePlaceSink(Sink):
 def _open_stack(
     recipe: Recipe, options: RunOptions, how: Mapping[str, Any]
 ) -> tuple[Recipe, Inputs]:
-    """Open a stack of layers as a base, into which nothing is merged."""
+    """Open a stack of layers as a base without models."""
     stack, opened, notes = _Stack(), [], dict[Notice, None]()
     for number, given in enumerate(recipe.layers, start=1):
         inner = given.changed(merges={**recipe.merges, **given.merges})
-        found, inputs = open_recipe(inner, options, **how)
+        range_recipe, inputs = open_recipe(inner, options, **how)
+        entries = range_recipe.models
         is_other = recipe.layers[0].changed(range=given.range) != given
         ends = Ends(number == 1, number == len(recipe.layers), may_tie=is_other)
         try:
             _check_meanings(stack, inputs)
-            spans = [given.range, *(entry.range or given.range for entry in found.models)]
-            models = [_as_model(given, inputs, n, options) for n in range(len(found.models))]
+            spans = [given.range, *(entry.range or given.range for entry in entries)]
+            models = [_as_model(given, inputs, n, options) for n in range(len(entries))]
             source, *views = stack.renumbered((inputs.base, *models), spans, ends)
-            if found.models:
+            if entries:
                 aligned = replace(inputs.aligned, base=source, models=tuple(views))
                 merged = replace(inputs, aligned=aligned)
-                source = MergedSource(_plan_inner(found, merged, options, len(stack.layers)))
+                source = MergedSource(_plan_inner(range_recipe, merged, options, len(stack.layers)))
             stack.add(source, inputs.base, given.range)
-            notes |= dict.fromkeys(source.remarks if found.models else inputs.notes)
+            notes |= dict.fromkeys(source.remarks if entries else inputs.notes)
         except (RecipeError, MismatchError) as error:
             raise type(error)(f"[[layers]], number {number}: {error}") from None
-        opened.append(found.changed(merges=given.merges))
+        opened.append(range_recipe.changed(merges=given.merges))
     folders = {str(e.base): source.folder for e, source in zip(opened, stack.parts, strict=True)}
     if str(recipe.base) not in folders:
         whole = recipe.changed(layers=())
@@ -274,22 +275,22 @@ def _open_stack(
 
 
 def _check_meanings(stack: _Stack, inputs: Inputs) -> None:
-    """Refuse a range whose weights mean something else than those of the ranges before it."""
+    """Refuse a range whose weights have another meaning than those of the ranges before it."""
     config = {} if inputs.folders[0] is None else dict(read_config(inputs.folders[0]))
     for key in PER_LAYER:
         config.pop(key, None)  # the output has these of each layer
     stack.config = stack.config or config
-    found = compare_meanings(stack.config, config)
-    found += [str(note) for note in inputs.notes if note.code == "other_configuration"]
-    if found:
+    differences = compare_meanings(stack.config, config)
+    differences += [str(note) for note in inputs.notes if note.code == "other_configuration"]
+    if differences:
         remedy = "take all ranges from models with the same configuration"
-        raise MismatchError(f"the configurations differ: {', '.join(found)}; {remedy}")
+        raise MismatchError(f"the configurations differ: {', '.join(differences)}; {remedy}")
 
 
 def _as_model(recipe: Layers, inputs: Inputs, number: int, options: RunOptions) -> Source:
-    """Return a model of a range; a change with other layers than the base's becomes a model.
+    """Return a model of a range; a change to other layers than the base's becomes a whole model.
 
-    That is the sum of the base and the change, in the base's types, as if it had been written.
+    This is the sum of the base and the change, in the base's types, as if it had been written.
     """
     entry, model = recipe.models[number], inputs.models[number]
     is_change = any(d.is_change or d.drop for d in map(model.delta_of, model.tensors))
@@ -302,7 +303,7 @@ def _as_model(recipe: Layers, inputs: Inputs, number: int, options: RunOptions) 
 
 
 def _check_tokens(recipe: Recipe, first: Source, last: Source) -> None:
-    """Refuse a stack whose embedding and head are of different tokens, or that takes others'."""
+    """Refuse a stack whose embedding and head have different tokens, or that chooses tokens."""
     given = [recipe.vocabulary_of, *(number for number, _ in recipe.token_rows.values())]
     if any(isinstance(number, int) and number > 0 for number in given):
         raise RecipeError("vocabulary, tokens: a stack takes both from its first range")
@@ -325,7 +326,7 @@ class Ends(NamedTuple):
 
 
 class _Stack:
-    """A stack of layers while it grows."""
+    """A stack of layers while it is built."""
 
     def __init__(self) -> None:
         self.parts: list[Source] = []
@@ -366,7 +367,7 @@ class _Stack:
         return views
 
     def add(self, source: Source, origin: Source, span: tuple[int, int]) -> None:
-        """Put layers on top, which are in a range of another model."""
+        """Put a range of another model's layers on top."""
         for tensor, info in source.tensors.items():
             stack, _ = stack_and_layer(tensor) or ("", 0)
             like = at_layer(tensor, 0) if stack == self._name else tensor
@@ -374,11 +375,11 @@ class _Stack:
             if form != info.form:
                 raise MismatchError(f"{tensor}: is {info.form}, but {form} in earlier layers")
         self.parts.append(source)
-        own = [(origin.folder, layer) for layer in range(*span)]
-        self.layers += origin.layers[slice(*span)] or own
+        plain = [(origin.folder, layer) for layer in range(*span)]
+        self.layers += origin.layers[slice(*span)] or plain
 
     def join(self, origin: Source, folder: Path | None) -> StackedSource:
-        """Return the whole; its head is what the last model, from which it is, computes with."""
+        """Return the whole stack; its head comes from the last model, even if that ties it."""
         homes = {n: (part, n) for part in (*self.parts, self.parts[0]) for n in part.tensors}
         last, ties = self.parts[-1], find_tied_head(origin)
         for head, first in find_tied_head(origin).items():
@@ -391,7 +392,7 @@ class _Stack:
 
 
 def _main_stack(source: Source) -> str:
-    """Return the first part of the names of most weights: a model may have other stacks too."""
+    """Return the prefix of the stack with most weights: a model may have other stacks, too."""
     sizes: Counter[str] = Counter()
     for tensor, info in source.tensors.items():
         if place := stack_and_layer(tensor):

@@ -1,17 +1,17 @@
-"""Processes beside this one: those that work on the same file, and those that run code of others.
+"""Other processes: those that work on the same file, and those that run other people's code.
 
-A `Presence` locks a byte of a file beside the one that is worked on. By that others know that its
-process is alive: the system releases the lock when the process ends, however it ends. Byte 0 is for
-taking turns. The last who works on a file removes the lock beside it. Such locks belong to the
-process: it can lock its own bytes again, and loses all of them when it closes the file once. So a
-process has each such file open once, for all that works on it.
+A `Presence` locks a byte in a lock file beside the file that is worked on. This shows others that
+its process is alive: the system releases the lock when the process ends, however it ends. Byte 0 is
+for taking turns. The last process that works on a file removes the lock file. Such locks belong to
+the process: it can lock its own bytes again, and loses all of them when it closes the file once. So
+a process opens each lock file once, for everything that works on it.
 
-Code of others is imported, or run in child processes that have bounds and end when we end. A
-`Watched` process has a session of its own, so that it can be ended with all it has started. A
+Other people's code is imported, or run in child processes that have limits and end when we end. A
+`Watched` process has its own session, so that it can be ended with everything it has started. A
 second, tiny process waits for this one to end, however it ends, and then ends the first: an
-evaluator that computes for hours can neither be asked to look after its parent nor be trusted to.
-An `AnsweringProcess` calls a function of ours there, by lines of JSON on its standard input and
-output, which it takes away from the code of others: what that prints goes to standard error.
+evaluator that computes for hours cannot be relied on to watch its parent. An `AnsweringProcess`
+calls a function of ours there, by lines of JSON on its standard input and output, which the other
+code cannot use: what that prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _LockFile:
     path: Path
     descriptor: int
     turn: threading.RLock = field(default_factory=threading.RLock)
-    marks: set[int] = field(default_factory=set)  # of those here that work on the file
+    marks: set[int] = field(default_factory=set)  # of the workers here that use the file
 
     def close(self) -> None:
         """Close the file; remove it if no other process has locked anything in it."""
@@ -91,7 +91,7 @@ class Presence:
                 system.unlock_byte(self._file.descriptor, 0)
 
     def is_alive(self, mark: int) -> bool:
-        """Tell if the one that is known by a mark is still at work."""
+        """Tell if the worker with a mark is still at work."""
         with _opening:
             if mark in self._file.marks or not system.lock_byte(self._file.descriptor, mark):
                 return True
@@ -123,24 +123,24 @@ def _open_lock_file(path: Path, mark: int) -> _LockFile:
 # ---------------------------------------------------------------- code of others
 
 FILE_SUFFIX = ".py"
-MOST_KEPT_BYTES = 1 << 26  # of standard output, in which a last line of many items is looked for
+MOST_KEPT_BYTES = 1 << 26  # of standard output, whose last line may have many items
 MOST_SHOWN_BYTES = 1 << 16
 SHOWN_LINES = 40
 LINE_LENGTH = 1000
-POLL_SECONDS = 0.1  # between two checks whether a process has ended whose pipes are still open
-MOST_LATE_READS = 64  # after the end: more than a pipe holds, if a stray child goes on
+POLL_SECONDS = 0.1  # between two checks whether a process has ended while its pipes are open
+MOST_LATE_READS = 64  # after the end: more than a pipe holds, if a stray child keeps writing
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Tail(bytearray):
-    """The end of what was printed."""
+    """The end of the printed output."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def add(self, piece: bytes) -> None:
-        """Take what was printed next."""
+        """Add the next piece of output."""
         self.extend(piece)
         if len(self) > 2 * self._most:
             del self[: -self._most]
@@ -151,7 +151,7 @@ class Tail(bytearray):
         return last.decode(errors="replace").strip()
 
     def shown(self) -> str:
-        """Return the last lines as a terminal would show them, and nothing that acts on one."""
+        """Return the last lines as a terminal would show them, without control characters."""
         text = self[-self._most :].decode(errors="replace")
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
         short = [line if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}…" for line in lines]
@@ -159,7 +159,7 @@ class Tail(bytearray):
 
 
 class Watched:
-    """A process in a session of its own, that ends when this one does."""
+    """A process in its own session, which ends when this one does."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Watched:
         threads: int | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """Start a command; `name` stands in messages."""
+        """Start a command; `name` is for messages."""
         variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
         self._name = name
         self.stdout = Tail(MOST_KEPT_BYTES)
@@ -190,26 +190,26 @@ class Watched:
         self._process.stdout = self._process.stderr = None  # they are the listener's
 
     def take(self, piece: bytes) -> None:
-        """Take what comes out of standard output."""
+        """Take the next piece of standard output."""
         self.stdout.add(piece)
         self.printed.add(piece)
 
     def pump(self, is_enough: Callable[[], bool], time_limit: float | None) -> int | None:
         """Listen until there is enough, or the process has ended; then return its exit status.
 
-        If time is up (an EvaluationError), or anything else goes wrong here, the process is ended,
-        with all that it has started.
+        If time is up (an EvaluationError), or anything else goes wrong here, the process is ended
+        with everything that it has started.
         """
         deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
         status = None
         try:
             while not is_enough() and (status := self._process.poll()) is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     self.close()
                     late = f"{self._name}: took longer than {time_limit:g} s and was stopped"
                     raise EvaluationError(late, self.printed.shown())
-                self._read(min(left, POLL_SECONDS))
+                self._read(min(remaining, POLL_SECONDS))
             self._drain()
         except BaseException:
             self.close()
@@ -217,7 +217,7 @@ class Watched:
         return status
 
     def _read(self, seconds: float) -> bool:
-        """Hand on what there is, after waiting for it that long at most; say if there was any."""
+        """Pass on available output, after waiting at most `seconds`; say if there was any."""
         if not self._listener.is_over():
             return self._listener.read(seconds)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -230,7 +230,7 @@ class Watched:
                 return
 
     def close(self) -> None:
-        """End the process and all that it has started, and let go of its pipes."""
+        """End the process with everything it has started, and close its pipes."""
         if self.is_running:
             self.is_running = False
             system.kill_all(self._process)
@@ -256,16 +256,16 @@ def describe_status(status: int) -> str:
 
 # ---------------------------------------------------------------- requests and replies
 
-REPLY = b"\0"  # begins one, unlike what Python itself may print before it imports us
+REPLY = b"\0"  # the start of a reply; Python may print other output before it imports us
 
 
 class AnsweringProcess(Watched):
     """A Python process that answers requests by `answer_requests`."""
 
     def __init__(self, name: str, answering: type, threads: int | None) -> None:
-        """Start one whose requests go to methods of an object of a class."""
+        """Start a process; requests go to methods of an object of the class `answering`."""
         self._received = bytearray()
-        # -P and the path: what we import is what it imports, whatever lies in this folder.
+        # -P and the path: it imports the same modules as we do, whatever is in this folder.
         code = (
             f"import sys; sys.path[:] = {[path for path in sys.path if path]!a}; "
             f"from {answering.__module__} import {answering.__name__} as Answering; "
@@ -326,7 +326,7 @@ def answer_requests(answering: object) -> None:
                 stream.flush()
         replies.write(REPLY + json.dumps(reply).encode() + b"\n")
         replies.flush()
-    os._exit(0)  # threads that the evaluator has left behind do not matter
+    os._exit(0)  # without waiting for threads that the evaluator has left running
 
 
 def _reply(answering: object, verb: str, given: Any) -> dict[str, Any]:
@@ -334,32 +334,32 @@ def _reply(answering: object, verb: str, given: Any) -> dict[str, Any]:
         return {"value": getattr(answering, verb)(given)}
     except BaseException as error:
         is_ours = isinstance(error, DareError)
-        found = error if is_ours else foreign_error("it failed", error)
-        kind = next(kind for kind in type(found).__mro__ if hasattr(errors, kind.__name__))
+        known = error if is_ours else foreign_error("it failed", error)
+        kind = next(kind for kind in type(known).__mro__ if hasattr(errors, kind.__name__))
         return {
             "error": kind.__name__,
-            "args": [str(arg) for arg in found.args],
-            "output": getattr(found, "output", ""),
+            "args": [str(arg) for arg in known.args],
+            "output": getattr(known, "output", ""),
             "is_last": not is_ours or isinstance(error.__cause__, MemoryError | SystemExit),
         }
 
 
 def foreign_error(what: str, error: BaseException) -> EvaluationError:
-    """Return an error of others' code as ours, with where in their code it arose."""
+    """Return an error of other people's code as ours, with its traceback in their code."""
     theirs = error.__traceback__ and error.__traceback__.tb_next
     lines = traceback.format_exception(type(error), error, theirs)
     return EvaluationError(f"{what}: {describe_error(error)}", "".join(lines).rstrip())
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error with the place that it comes from."""
+    """Return an error in words, with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}".rstrip(": ") + where
 
 
 def import_program(place: str) -> Any:
-    """Import a module or a file as a program in the current folder, or in its own, would."""
+    """Import a module as a program in the current folder would, or a file as in its folder."""
     folder = Path.cwd()
     module_name = place
     if place.endswith(FILE_SUFFIX):

@@ -1,15 +1,15 @@
 """An output under way that several processes make together, and the one that finishes it.
 
-Each slice has a journal of its own in `OUT.partial`, which it holds while it runs. The main journal
-names the merge; a slice holds it for the moment in which it joins, and whoever finishes the output
-until that has its name. When all chunks of a slice are written, it syncs the files and says so in
-the last line of its journal. The one that finds every slice complete puts the journals together,
-checks the chunks that lie near those of another slice, and publishes.
+Each slice has its own journal in `OUT.partial`, which it locks while it runs. The main journal
+names the merge; a slice locks it for a moment to join, and the process that finishes the output
+locks it until the output has its name. When all chunks of a slice are written, it syncs the files
+and says so in the last line of its journal. The process that finds every slice complete puts the
+journals together, checks the chunks that are near those of another slice, and publishes.
 
-Why only those: a slice has seen its bytes to the disk, as a merge by one process does, which does
-not read them again either. But a network file system may write a page as a whole, and with it old
-bytes of a neighbour that another machine has written. So what shares a page with the chunks of
-another slice is hashed again.
+Only those are checked because a slice has synced its bytes; a merge by one process does not read
+them again either. But a network file system may write whole pages, and with them old bytes of a
+neighbour that another machine has written. So chunks that share a page with those of another slice
+are hashed again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from dare.tensors.system import sync_folder
 
 JOIN_SECONDS = 60.0  # the wait for other slices that join
 PROBE_SECONDS = 2.0  # the wait for a slice's own journal, which others probe
-LARGEST_PAGE = 1 << 16  # bytes that a file system may write at once, though fewer were given to it
+LARGEST_PAGE = 1 << 16  # bytes that a file system may write at once, even if it was given fewer
 SLICES_SHOWN = 8
 
 
@@ -79,7 +79,7 @@ class SliceReport(Shown):
     """The whole merge's report, if this slice was the last and published the output."""
 
     def document(self) -> Document:
-        """Return what the slice did, and which are not done yet; the report, if it has one."""
+        """Return the whole merge's document, if there is one, else the slice's."""
         if self.report is not None:
             return self.report.document()
         waits = f"not done yet: {_first_of(self.unfinished)}; the last one publishes the output"
@@ -102,7 +102,7 @@ class SliceReport(Shown):
 class OneSlice(SoleWriter):
     """The part of a process that makes one slice of an output; call `end` at the end."""
 
-    FATAL = ()  # what others have made stays
+    FATAL = ()  # the work of others stays
     is_shared = True
 
     def __init__(self, part: Slice, share: Share) -> None:
@@ -111,23 +111,23 @@ class OneSlice(SoleWriter):
         self._output: Output
 
     def open_journal(self, output: Output) -> JournalContent:
-        """Open the slice's own journal, and join the others or be the first of them."""
+        """Open the slice's journal, and join the other slices or be the first."""
         self._output = output
         own_name = slice_journal(output.folder, self.part).name
         running = f"slice {self.part} is already running; give each process a different slice"
         with self._joining() as main:
             found = self._join(main)
             journal = output.journal = self._lock_free(own_name, PROBE_SECONDS, running)
-        for made in output.made:  # whoever publishes does not know that they are new
+        for made in output.made:  # another process may publish, and not know that they are new
             sync_folder(made.parent)
-        own = journal.read()
-        if own.fingerprint != output.identity.fingerprint:
+        of_slice = journal.read()
+        if of_slice.fingerprint != output.identity.fingerprint:
             journal.start()
-        self._known = set(own.records)  # the chunks that its own journal speaks of
+        self._known = set(of_slice.records)  # the chunks in its journal
         journal.note_stamps(output.identity.stamps)
         journal.note_synced(slice=str(self.part), started=time.time())
         sync_folder(output.folder)
-        return JournalContent(records=found.records | own.records)
+        return JournalContent(records=found.records | of_slice.records)
 
     def _joining(self) -> closing[Journal]:
         """Hold the main journal for a moment, so that slices join one after the other."""
@@ -141,7 +141,7 @@ class OneSlice(SoleWriter):
             raise OutputError(f"{self._output.folder}: {problem}") from None
 
     def _join(self, main: Journal) -> JournalContent:
-        """Find out what is under way there, and whether this slice fits in."""
+        """Check that this slice fits the merge under way; begin one if there is none."""
         folder, (fingerprint, stamps) = self._output.folder, self._output.identity
         found = main.read()
         if found.fingerprint != fingerprint:
@@ -168,7 +168,7 @@ class OneSlice(SoleWriter):
         return found
 
     def _begin(self, main: Journal, found: JournalContent) -> None:
-        """Be the first slice of this merge."""
+        """Begin this merge as its first slice."""
         output = self._output
         if running := self._running():
             raise OutputError(
@@ -202,12 +202,12 @@ class OneSlice(SoleWriter):
         return record.chunk in self._share.get(record.tensor, ())
 
     def adopt(self) -> None:
-        """Put what others have left of this slice into its own journal."""
+        """Add chunks of this slice that others have made to its journal."""
         output = self._output
         output.record([r for r in output.resumed if r.key not in self._known])
 
     def end(self, bytes_read: int) -> None:
-        """See all chunks to the disk, and say so."""
+        """Sync all chunks, and write that into the journal."""
         output = self._output
         assert output.journal is not None
         with output.explaining():
@@ -216,11 +216,11 @@ class OneSlice(SoleWriter):
             output.journal.note_synced(synced=asdict(figures))
 
     def unfinished(self) -> tuple[int, ...]:
-        """Return the slices that have not said that they are complete; none if all is published."""
-        left = []
+        """Return the slices that are not marked as complete; none if the output is published."""
+        numbers = []
         folder = self._output.folder
         adopted: Mapping[str, SliceState] | None = None
-        with self._output.explaining(), suppress(FileNotFoundError):  # of the main journal
+        with self._output.explaining(), suppress(FileNotFoundError):  # for the main journal
             for number in range(1, self.part.count + 1):
                 part = Slice(number, self.part.count)
                 path = slice_journal(folder, part)
@@ -231,19 +231,19 @@ class OneSlice(SoleWriter):
                     state = adopted.get(str(part))
                     if state is not None and state.synced is not None:
                         continue
-                left.append(number)
-            return tuple(left)
+                numbers.append(number)
+            return tuple(numbers)
         return ()
 
 
 class GoneError(OutputError):
-    """Nothing is under way there, or no more."""
+    """No output is under way there, or it is already published."""
 
 
 class Finisher(SoleWriter):
     """The part of a process that publishes an output whose chunks slices have made."""
 
-    FATAL = (MismatchError, VerificationError)  # what slices made may be allowed to be NaN
+    FATAL = (MismatchError, VerificationError)  # not NotFiniteError: it may be allowed after all
     is_shared = True
 
     def __init__(self, wait: float = 0) -> None:
@@ -251,10 +251,10 @@ class Finisher(SoleWriter):
         self._found = JournalContent()
         self._sink: FileSink
         self.bytes_read = self.resumed_chunks = 0
-        self.seconds = 0.0  # since the first of them started
+        self.seconds = 0.0  # since the first slice started
 
     def claim(self, folder: Path) -> list[Path]:
-        """Find the folder, which is there already."""
+        """Check that the folder exists."""
         if not has_mark(folder):
             raise GoneError(f"{folder}: does not exist, so there is nothing to finish")
         return []
@@ -267,7 +267,7 @@ class Finisher(SoleWriter):
             output.journal = Journal(path, fingerprint, create=False, wait=self._wait)
         except FileNotFoundError:
             raise GoneError(f"{folder}: has no journal, so there is nothing to finish") from None
-        output.refuse_beside_slices(self._wait)  # one that is complete lets go of its journal soon
+        output.refuse_beside_slices(self._wait)  # a complete slice will soon close its journal
         found = self._found = output.journal.read()
         if found.fingerprint != fingerprint:
             raise OutputError(
@@ -289,7 +289,7 @@ class Finisher(SoleWriter):
         sink.join()
 
     def must_rehash(self, records: list[Record]) -> Collection[Record]:
-        """Return what was not synced by its slice, or lies near what another has written."""
+        """Return the chunks that their slice did not sync, or that are near another slice's."""
         near = self._near_others(records)
         return [r for r in records if r.key in near or not self._found.is_synced(r.key)]
 
@@ -299,7 +299,7 @@ class Finisher(SoleWriter):
         for file, (header, _) in self._sink.built.items():
             makers[file, (len(header) - 1) // LARGEST_PAGE].add("")
         pages = defaultdict[Key, list[tuple[str, int]]](list)
-        for record in records:  # what lies between the ends of a part, it has to itself
+        for record in records:  # between its ends, a part shares no page
             for file, start, nbytes, _ in self._sink.parts(record):
                 ends = [(file, end // LARGEST_PAGE) for end in (start, start + nbytes - 1)]
                 pages[record.key] += ends
@@ -308,7 +308,7 @@ class Finisher(SoleWriter):
         return {key for key, ends in pages.items() if any(len(makers[page]) > 1 for page in ends)}
 
     def adopt(self, output: Output, planned: Plan) -> None:
-        """Make the slices' journals one, which is on the disk then, if no chunk is missing."""
+        """If no chunk is missing, merge the slices' journals into the main one, and sync it."""
         self._check_complete(output, planned)
         assert output.journal is not None
         with output.explaining():
@@ -318,7 +318,7 @@ class Finisher(SoleWriter):
             sync_folder(output.folder)
 
     def _check_complete(self, output: Output, planned: Plan) -> None:
-        """Refuse to finish if chunks are missing; say which slices have them to do."""
+        """Refuse to finish if chunks are missing; say which slices must make them."""
         done = {record.key for record in output.resumed}
         chunks = [(t.name, chunk) for t in planned.tensors for chunk in range(t.chunks)]
         missing = [key for key in chunks if key not in done]
@@ -356,10 +356,10 @@ class MergeSlice(Work[SliceReport]):
 
     @property
     def nbytes(self) -> int:
-        """Its part of what the merge reads, and what it observes of the tensors of others."""
+        """Its part of the bytes of the merge, and the tensors of other slices that it observes."""
         plan = self.plan
-        own = plan.cost.bytes_read * self.division.nbytes(self.share) // self.division.total
-        return own + sum(
+        in_share = plan.cost.bytes_read * self.division.nbytes(self.share) // self.division.total
+        return in_share + sum(
             tensor.base.nbytes + plan.source_of(tensor, census.model).tensors[tensor.name].nbytes
             for census in plan.censuses
             for tensor in census.tensors
@@ -385,8 +385,8 @@ class MergeSlice(Work[SliceReport]):
         del records  # they are in the slice's journal
         bytes_read, resumed = self.meter.bytes_read, len(self.output.resumed)
         self.writer.end(bytes_read)
-        chunks, left = sum(map(len, self.share.values())), self.writer.unfinished()
-        figures = chunks, resumed, bytes_read, self.seconds, left
+        chunks, unfinished = sum(map(len, self.share.values())), self.writer.unfinished()
+        figures = chunks, resumed, bytes_read, self.seconds, unfinished
         return Receipt(SliceReport(str(self.writer.part), *figures, None))
 
 
@@ -434,11 +434,11 @@ def run_slice(
     check_sliceable(plan)
     work = MergeSlice(Merge(plan), part)
     done = run(work, overwrite=overwrite, before=before)
-    if done.report is not None:  # of a process that died when all was done
+    if done.report is not None:  # a process died after all was done
         return done
     report = None
     if not done.unfinished:
-        # Another slice may have come as far at the same moment, and publishes it.
+        # Another slice may have finished at the same moment, and is publishing it.
         with suppress(GoneError, BusyError):
             report = perform(Finish(plan, wait, after=work), overwrite=overwrite)
     return replace(done, seconds=time.perf_counter() - started, report=report)

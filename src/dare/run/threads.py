@@ -1,8 +1,8 @@
 """Run a list of steps on the threads of this process.
 
-A step says by id what it needs; it is handed out once that is there, in the order of the list as
-far as possible, with the results it needs as values. A result is dropped when the last step that
-needs it has been done.
+A step lists the ids of the results it needs; it is handed out once they are known, in the order of
+the list if possible, together with these results. A result is dropped when the last step that needs
+it has been done.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dare.tensors.chunks import CHUNK
 
-STEPS_READ_AHEAD = 4  # steps per thread between asking for bytes and reading them
-BATCH_ELEMENTS = 4 * CHUNK  # taken at a time: the interpreter's lock is asked for less often
+STEPS_READ_AHEAD = 4  # steps per thread between prefetching bytes and reading them
+BATCH_ELEMENTS = 4 * CHUNK  # taken at a time, so that the interpreter's lock is taken less often
 
 Id = tuple[Any, ...]
 Results = Mapping[Id, Any]
@@ -30,8 +30,8 @@ class Step:
 
     id: Id  # the name of its result
     needs: tuple[Id, ...]  # the ids of the results that it needs
-    group: int  # its group: the place of its tensor in the plan, from 1; 0 for what comes before
-    elements: int  # read of each input; batches are measured by them
+    group: int  # the place of its tensor in the plan, from 1; 0 for steps before all tensors
+    elements: int  # to read from each input; the size of a batch is counted in them
 
 
 AnyStep = TypeVar("AnyStep", bound=Step)
@@ -39,10 +39,10 @@ AnyStep_contra = TypeVar("AnyStep_contra", bound=Step, contravariant=True)
 
 
 class AnyWorker(Protocol[AnyStep_contra]):
-    """The private state of one thread, and what it does."""
+    """The private state and the work of one thread."""
 
     def prefetch(self, step: AnyStep_contra) -> None:
-        """Say what will be read when the step runs, some time before it does."""
+        """Announce what the step will read, some time before it runs."""
 
     def do(self, steps: Sequence[AnyStep_contra], results: Results, /) -> Iterator[Any]:
         """Do steps, with the results that they need by id; yield a result for each, in order."""
@@ -60,11 +60,11 @@ def run_steps(
 ) -> None:
     """Carry out all steps; the first error, or Ctrl-C, stops the others and is raised here.
 
-    `make_worker` makes the worker of one thread; the event it is given is set when work is to stop.
-    `collect` gets the results of every batch, in the thread that has them. `known` are results
-    that are there already. A batch has at most `batch_elements`, if it is more than one step. With
-    `one_group` its steps are all of one group, so that results of no more groups than there are
-    threads are held: a group is begun only when somebody is at work on every one that was begun.
+    `make_worker` makes the worker of one thread; its event is set when the work must stop.
+    `collect` gets the results of every batch, in the thread that made them. `known` are results
+    from before. A batch of several steps has at most `batch_elements`. With `one_group` its steps
+    are all of one group, so that results of at most as many groups as threads are held: a group is
+    begun only when a thread works on each group that was begun before.
     """
     schedule = _Schedule(steps, known, threads, batch_elements, one_group)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
@@ -73,7 +73,7 @@ def run_steps(
     asked = 0
 
     def to_prefetch(last: int) -> range:
-        """Return the steps up to some way beyond one whose bytes nobody has asked for yet."""
+        """Return the steps to prefetch now: up to some steps beyond `last`, each only once."""
         nonlocal asked
         with asking:
             end = min(len(steps), last + 1 + STEPS_READ_AHEAD * threads)
@@ -90,10 +90,10 @@ def run_steps(
                 results: list[Any] = []
                 try:
                     results.extend(worker.do(batch, schedule.results_for(batch)))
-                finally:  # what was done before an error counts
+                finally:  # steps that were done before an error count
                     collect(batch[: len(results)], results)
                 schedule.hand_in(places, results)
-                del batch, results  # they may be large, and taking the next may take a while
+                del batch, results  # they may be large, and the next batch may take a while
         except BaseException as error:
             errors.append(error)
             schedule.end()
@@ -116,7 +116,7 @@ def run_steps(
 
 
 class _Schedule(Generic[AnyStep]):
-    """Hands out steps, and passes their results on; any thread may ask."""
+    """Hands out steps, and passes on their results; any thread may call it."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Schedule(Generic[AnyStep]):
         batch_elements: int,
         one_group: bool,
     ) -> None:
-        self.stop = threading.Event()  # set when no more steps are to be done
+        self.stop = threading.Event()  # set when no more steps should be done
         self._steps = steps
         self._threads = threads
         self._batch_elements = batch_elements
@@ -166,7 +166,7 @@ class _Schedule(Generic[AnyStep]):
         return {need: self._results[need] for step in steps for need in step.needs}
 
     def _take(self, room: int) -> list[int]:
-        """Take at least one step, if one can be done, and more as far as there is room."""
+        """Take at least one step, if one can be done, and more while there is room."""
         places: list[int] = []
         while self._ready:
             step = self._steps[self._ready[0]]
@@ -199,7 +199,7 @@ class _Schedule(Generic[AnyStep]):
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Have all threads leave."""
+        """Stop all threads."""
         self.stop.set()
         with self._changed:
             self._changed.notify_all()
