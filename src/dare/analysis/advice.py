@@ -1,12 +1,12 @@
-"""A recipe that suits some models, as far as weights show it.
+"""A recipe that suits some models, as far as their weights can show.
 
     advice = advise(analyze("base", ["math", "code"]))
     print(advice)
     request_from_document(advice.recipe, "advice")
 
-Models that no setting can mend are left out: those that come from elsewhere, copies of the base,
-the second of two that are the same. The others are averaged, or merged by `tsv` within the limits
-in `advice.toml`. That file also has what others recommend; it is named, and decides nothing.
+Models that no setting can help are left out: those that do not come from this base, copies of the
+base, the second of two equal models. The others are averaged, or merged by `tsv` within the limits
+in `advice.toml`. That file also has common recommendations, which are quoted but decide nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UNFIT_CODES = ("nothing_compared", "not_finite", "unrelated", "equals_base")
 
 
 def _table(rows: list[dict[str, Any]], **usual: Any) -> list[Any]:
-    """Return the rows of a table as objects, with default values for what a row leaves out."""
+    """Return the rows of a table as objects, with default values for missing ones."""
     return [SimpleNamespace(**{**usual, **row}) for row in rows]
 
 
@@ -165,7 +165,7 @@ def judge(
 
 
 def to_json(analysis: AnalysisData, readiness: Readiness, advice: Advice) -> str:
-    """Return all of it as a document (docs/analysis-schema.md); `Analysis.from_json` reads it."""
+    """Return everything as JSON (docs/analysis-schema.md); `Analysis.from_json` reads it."""
     predictions = [
         {
             "model": model.name,
@@ -194,15 +194,15 @@ def advise(
 ) -> Advice:
     """Say how to merge the models, and why.
 
-    `parameters` is the size of the models if it is not that of the base, and `steps` for how long
-    they were fine-tuned; both only decide which of the usual recommendations are named.
+    `parameters` is the size of the models if it is not that of the base, and `steps` the length of
+    their fine-tuning; both only decide which of the common recommendations are quoted.
     """
     if steps is not None and steps < 1:
         raise RecipeError(f"steps = {steps}: must be at least 1")
     readiness = assess(analysis) if readiness is None else readiness
     unfit = list(_left_out_models(readiness))
-    out = {suggestion.model for suggestion in unfit}
-    models = [model for model in analysis.models if model.name not in out]
+    left_out = {suggestion.model for suggestion in unfit}
+    models = [model for model in analysis.models if model.name not in left_out]
     if not models:
         return Advice(tuple(unfit), {}, (notice("nothing_left"),))
     known = _features(analysis, models)
@@ -246,7 +246,7 @@ def _left_out_models(readiness: Readiness) -> Iterator[Suggestion]:
 
 
 def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
-    """Yield the settings without which the merge would be refused."""
+    """Yield the settings that the merge needs so that it is not refused."""
     given = set()
     for finding in readiness.findings:
         setting, value = TEXTS["policies"].get(finding.code, ("", ""))
@@ -257,7 +257,7 @@ def _policies(readiness: Readiness, names: set[str]) -> Iterator[Suggestion]:
 
 
 def _features(analysis: AnalysisData, models: list[ModelAnalysis]) -> dict[str, float]:
-    """Return the number of models, the mean cosine of every two and the largest change of any."""
+    """Return the number of models, their mean cosine and their largest change."""
     names = {model.name for model in models}
     cosines = [pair.total.cosine for pair in analysis.pairs if {pair.first, pair.second} <= names]
     return {
@@ -278,7 +278,7 @@ def _is_small(models: list[ModelAnalysis], known: dict[str, float]) -> bool:
     )
 
 
-# ---------------------------------------------------------------- what advice cannot know
+# ---------------------------------------------------------------- caveats
 
 
 def _doubts(
@@ -305,7 +305,7 @@ def _short(value: float) -> str:
 def _often_recommended(
     models: list[ModelAnalysis], cosine: float, parameters: float, steps: int | None
 ) -> str:
-    """Return what others recommend for such models, or that there is no evidence."""
+    """Return common recommendations for such models, or say that there is no evidence."""
     count, is_lora = len(models), all(model.origin is Origin.LORA for model in models)
     relation = "lora" if is_lora and count > 1 else "diverse"
     relation = "alike" if count == 2 and cosine >= LIMIT.alike_cosine else relation

@@ -1,4 +1,4 @@
-"""Analyse models that are to be merged: open them, measure all weights once, sum up."""
+"""Analyse models before a merge: open them, measure all weights once, summarise."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from dare.tensors.names import is_input_embedding
 from dare.tensors.system import available_cores
 
 AnyPath = str | PathLike[str]
-# Which matrices' singular values are computed: what is cheap, every one, none.
+# The matrices whose singular values are computed: as many as are cheap, all, none.
 Spectra = Literal["auto", "all", "none"]
 
 # Share of the changed matrices that must be of low rank for a model to count as a LoRA.
@@ -89,16 +89,16 @@ def analyze(
     cluster: str | None = None,
     verbose: bool = True,
 ) -> Analysis:
-    """Look at all weights of a base and its fine-tunes once, and say what their deltas look like.
+    """Read all weights of a base and its fine-tunes once, and describe their deltas.
 
     Anything that `merge` reads can be analysed. Tensors that do not fit together are left out and
-    listed. With `vocabulary="base"` or `"union"` rows are brought in line first, as for a merge.
-    The nodes of a Ray `cluster` do it if one is named.
+    listed. With `vocabulary="base"` or `"union"` rows are first put into one order, as for a merge.
+    If a Ray `cluster` is named, its nodes do the work.
     """
     started = time.perf_counter()
     settings = {"vocabulary": vocabulary, "allow_pickle": allow_pickle, "verbose": verbose}
-    means = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
-    request, inputs = open_to_compare(base, models, **settings, **means)
+    resources = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
+    request, inputs = open_to_compare(base, models, **settings, **resources)
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
     plan = plan_measuring(inputs.base, sources, request, spectra)
@@ -160,9 +160,9 @@ def plan_measuring(
     spectra: Spectra = "none",
     selects: Callable[[str], bool] = lambda _name: True,
 ) -> MeasuringPlan:
-    """Plan to measure what sources have in common, whose names and rows are in line.
+    """Plan to measure the common tensors of sources, whose names and rows are already aligned.
 
-    If `selects` is given, only the tensors whose names it selects.
+    If `selects` is given, only tensors whose names it accepts are measured.
     """
     if spectra not in get_args(Spectra):
         raise RecipeError(f"spectra = {spectra!r}: must be auto, all or none")
@@ -178,8 +178,8 @@ def plan_measuring(
     check_memory(options.max_memory, per_thread)
     max_memory = memory_limit(options.max_memory, per_thread)
     threads = max(1, min(options.threads or available_cores(), max_memory // per_thread))
-    left = max_memory // threads - per_thread
-    matrices = choose_matrices(list(tensors.values()), spectra, left)
+    spare_bytes = max_memory // threads - per_thread
+    matrices = choose_matrices(list(tensors.values()), spectra, spare_bytes)
     return MeasuringPlan(request, base, models, tensors, left_out, matrices, threads)
 
 
@@ -200,8 +200,8 @@ def find_comparable(
             differing = tuple(label for label, model in compared if _differs(name, base, model))
             owners, form = differing or tuple(label for label, _ in copies), StoredForm.of(info)
             if owners:
-                found = form if differing else None
-                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, form, found))
+                other_form = form if differing else None
+                left_out.append(LeftOut(name, Misfit.NOT_WEIGHTS, owners, form, other_form))
             continue
         unchanged = tuple(
             number for number in fit.absent if named[number][1].treats_as_unchanged(name)
@@ -226,9 +226,9 @@ def _differs(name: str, *sources: Source) -> bool:
 def choose_matrices(
     tensors: Sequence[ComparedTensor], which: Spectra, bytes_each: int
 ) -> dict[str, bool]:
-    """Return the matrices whose singular values are computed, and True for all of a matrix.
+    """Return the matrices whose singular values are computed, with True for a whole matrix.
 
-    `auto` takes all matrices, whole, if that is cheap; else windows of some, evenly spread.
+    `auto` takes all matrices whole if that is cheap, else windows of some, evenly spread.
     """
     if which == "none":
         return {}
@@ -257,7 +257,7 @@ def choose_matrices(
 
 
 def measure(plan: MeasuringPlan, *, keeps_all: bool = False) -> Tally:
-    """Read everything once: here, or on the cluster that is asked for.
+    """Read everything once: here, or on the cluster in the options.
 
     With `keeps_all` the magnitudes of each tensor are kept.
     """
@@ -321,7 +321,7 @@ class MeasuringJob(ClusterJob):
 
 
 def cut_into_pieces(plan: MeasuringPlan) -> Iterator[list[MeasuringStep]]:
-    """Cut the steps into pieces of whole tensors: sums of chunks are large."""
+    """Cut the steps into pieces of whole tensors, because sums of chunks are large."""
     piece, nbytes = list[MeasuringStep](), 0
     for _, steps in itertools.groupby(plan.steps, key=attrgetter("group")):
         if nbytes >= PIECE_BYTES:
@@ -344,7 +344,7 @@ def make_analysis(
     files: Sequence[str],
     **known: Any,
 ) -> Analysis:
-    """Make an analysis of what was measured; `known` has its other fields."""
+    """Make an analysis from the tally; `known` has its other fields."""
     layers: dict[int, list[TensorSums]] = {}
     for name, tensor in plan.tensors.items():
         layers.setdefault(tensor.layer, []).append(tally.measured[name])
@@ -420,7 +420,7 @@ def _model(plan: MeasuringPlan, tally: Tally, number: int, name: str, file: str)
 
 
 def find_origin(tensors: Sequence[TensorAnalysis]) -> tuple[Origin, int | None]:
-    """Tell from the spectra how a model's delta was made; return its rank too if by a LoRA."""
+    """Tell from the spectra how a model's delta was made; also return the rank of a LoRA."""
     if not any(tensor.statistics.norm or tensor.statistics.not_finite for tensor in tensors):
         return Origin.UNCHANGED, None
     seen = [(tensor.kind, tensor.spectrum.low_rank) for tensor in tensors if tensor.spectrum]
@@ -461,7 +461,7 @@ def _pair(
 
 
 def _cancelled(found: TensorSums) -> float:
-    """Return the share of all change that is lost when the models are added up."""
+    """Return the share of all changes that is lost when the models are added up."""
     apart = total_magnitude(found)
     return max(0.0, 1 - found.summed_magnitude / apart) if apart else 0.0
 
@@ -474,7 +474,7 @@ def _count_types(tensors: Iterable[TensorInfo]) -> dict[str, int]:
 
 
 def _tied(base: Source, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the input embedding, if the configuration makes it the head and none is stored."""
+    """Return the input embedding, if the configuration uses it as the head and none is stored."""
     heads = [name for name in base.tensors if kind_of(name) is Kind.HEAD]
     if says_tied(config) is not True or any("lm_head" in name for name in heads):
         return ()

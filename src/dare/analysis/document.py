@@ -111,7 +111,7 @@ def make_document(
     )
 
 
-# ---------------------------------------------------------------- what decides
+# ---------------------------------------------------------------- facts and tiles
 
 
 def _facts(
@@ -135,7 +135,7 @@ def _advised(advice: Advice) -> str:
 
 
 def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
-    """Return what is notable between models, or that nothing is."""
+    """Describe notable relations between models, or say that there are none."""
     notable = [
         f"{_some(finding.subjects)} {_relation(finding)}"
         for finding in readiness.findings
@@ -148,7 +148,7 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
 
 
 def _relation(finding: Notice) -> str:
-    """Return what models are to each other, in a few words with their cosines."""
+    """Describe the relation of models in a few words with their cosines."""
     words, figures = catalogue()[finding.code].together, finding.figures
     if finding.code == "multiple" and min(figures.values()) < 0:
         words = "are opposite" if len(finding.subjects) == 2 else "are multiples, some opposite"
@@ -157,13 +157,13 @@ def _relation(finding: Notice) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    """Return the first few names as a sentence lists them."""
+    """Return the first few names for a sentence."""
     return listed(_first(names))
 
 
 def _first(items: Sequence[str]) -> list[str]:
-    more = len(items) - MOST_NAMES
-    return [*items[:MOST_NAMES], *([f"{more} more"] if more > 0 else [])]
+    hidden = len(items) - MOST_NAMES
+    return [*items[:MOST_NAMES], *([f"{hidden} more"] if hidden > 0 else [])]
 
 
 def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, str]]:
@@ -182,7 +182,7 @@ def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, s
 
 
 def _change(model: ModelAnalysis) -> float:
-    """Return the change that advice goes by: of the layers, or of all weights if there is none."""
+    """Return the change that the advice uses: of the layers, or else of all weights."""
     return body_of(model).ratio or model.total.relative_norm
 
 
@@ -237,13 +237,13 @@ def _models_section(analysis: AnalysisData, readiness: Readiness, advice: Advice
 
 
 def origin(model: ModelAnalysis) -> str:
-    """Return how a model's delta was made, with its rank if that tells."""
+    """Return how a model's delta was made, with its rank if known."""
     rank = "" if model.likely_rank is None else f", rank {model.likely_rank}"
     return f"{ORIGINS[model.origin]}{rank}{' (adapter)' if model.is_adapter else ''}"
 
 
 def _remark(model: str, readiness: Readiness, advice: Advice) -> str:
-    """Return the gravest finding that names a model in a few words, and if it is left out."""
+    """Return the most severe finding about a model in a few words, and if it is left out."""
     said = ["left out"] if model in advice.left_out else []
     about = [finding for finding in readiness.of(model) if finding.subjects]
     for finding in about[:1]:

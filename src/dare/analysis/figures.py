@@ -2,7 +2,7 @@
 
 A function that draws returns None if there is nothing to draw. The texts are in `figures.toml`,
 colours come from the theme when a figure is shown. Every chart has a parameter `model`, empty at
-first: the model to bring out. A value that is not finite becomes None, which figures leave out.
+first: the model to highlight. A value that is not finite becomes None, which figures leave out.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from dare.documents.words import NOTHING, counted, listed, number, share
 from dare.errors import InputError
 
 ALL_KINDS = "all"
-# Octaves with fewer of the elements are out of sight until one drags the figure.
+# Octaves with a smaller share of the elements are out of sight until one drags the figure.
 LEAST_SHARE = 0.0005
-MOST_MAPS = 4  # models with a heat map each; of more there is one for all, and theirs are folded
+MOST_MAPS = 4  # models with a heat map each; for more, there is one of all, and theirs are folded
 MOST_LAYERS_BESIDE = 48  # heat maps with more layers need the whole width
-# Matrices whose spectra are drawn, of all models together and of one.
+# The most matrices whose spectra are drawn, of all models together and of one.
 MOST_SPECTRA, MOST_SPECTRA_OF_A_MODEL = 96, 24
 # Singular values below this share of the largest are not drawn: a LoRA's line just ends.
 FAINTEST = 1e-4
-# The most models whose matrix has large cells, and a number in each; else only in notable ones.
+# The most models with large cells, and with a number in each cell; else only notable ones have it.
 MOST_LARGE_CELLS, MOST_NUMBERED = 5, 16
-NOISE = 0.05  # shares that differ by less look alike, and their figures are folded
-# Ends of a scale of changes are so many times apart at least, so that noise looks like noise.
+NOISE = 0.05  # shares that differ by less look the same, and their figures are folded
+# The least ratio between the ends of a scale of changes, so that noise looks like noise.
 LEAST_RANGE = 2.0
 LABEL_HEIGHT = 14  # pixels between names at the ends of lines
 WIDE_RANGE = 5  # largest over smallest change from which colours follow the logarithm
@@ -73,7 +73,7 @@ CHOSEN = "!model || datum.model === model"
 CHOSEN_PAIR = f"{CHOSEN} || datum.other === model"
 CONTRAST = "luminance(scale('color', datum.{field})) > 0.3 ? '#111417' : '#ffffff'"
 LEFT_OUT = "left_out"  # the parameter with the names of models that the advice does not merge
-# A model's name on an axis or in a legend; a sign stands before those that are left out.
+# A model's name on an axis or in a legend, with a sign before those that are left out.
 MARKED = f"(indexof({LEFT_OUT}, datum.label) >= 0 ? '⚠ ' : '') + datum.label"
 TEXTS = read_texts("dare.analysis")
 _figure = partial(make_figure, TEXTS)
@@ -93,12 +93,12 @@ def draw_figures(
         spectra(analysis),
         *((survival(outcome), kept(outcome)) if outcome is not None else ()),
     ]
-    found = [figure for figure in drawn if figure is not None]
-    for figure in found:
+    figures = [figure for figure in drawn if figure is not None]
+    for figure in figures:
         for parameter in figure.spec["params"]:
             if parameter["name"] == LEFT_OUT:
                 parameter["value"] = list(advice.left_out)
-    return found
+    return figures
 
 
 def _tooltip(name: str) -> list[Any]:
@@ -115,7 +115,7 @@ def magnitudes(analysis: AnalysisData) -> Figure | None:
     if not rows:
         return None
     picker = alt.binding_select(options=[ALL_KINDS, *_kinds(analysis)], name="Tensors ")
-    frequent = [row for row in rows if row["share"] >= LEAST_SHARE] or rows  # tails go on far
+    frequent = [row for row in rows if row["share"] >= LEAST_SHARE] or rows  # without long tails
     domain = [min(row["from"] for row in frequent), max(row["to"] for row in frequent)]
     x = alt.X("middle:Q", title="magnitude of a change, |δ|")
     x = x.scale(type="log", domain=domain, nice=False).axis(logarithmic("x"))
@@ -172,7 +172,7 @@ def changes(analysis: AnalysisData) -> Figure | None:
 
 
 def relative_change(analysis: AnalysisData, model: ModelAnalysis) -> Figure | None:
-    """Draw where a model differs from the base: layers × kinds, if there are several of these."""
+    """Draw where a model differs from the base: layers × kinds, if there are several cells."""
     rows, kinds = change_rows(model), _kinds(analysis)
     if len(rows) < 2:
         return None
@@ -220,7 +220,7 @@ def _change(layer: int, found: Statistics) -> Row:
 
 
 def change_domain(rows: Iterable[Row]) -> list[float]:
-    """Return the least and the largest change that there are, not too near each other."""
+    """Return the least and the largest change, moved apart if they are too close."""
     changes = [row["change"] for row in rows if row["change"]]
     if not changes:
         return [0.0, 1.0]
@@ -232,7 +232,7 @@ def change_domain(rows: Iterable[Row]) -> list[float]:
 
 
 def _change_map(name: str, domain: list[float], y: Any) -> Any:
-    """Return relative changes over layers as colours."""
+    """Draw relative changes over layers as colours."""
     low, high = domain
     scale = alt.Scale(type="log" if high > WIDE_RANGE * low > 0 else "linear", domain=domain)
     middle = math.sqrt(low * high) if scale.type == "log" else (low + high) / 2
@@ -248,7 +248,7 @@ def _change_map(name: str, domain: list[float], y: Any) -> Any:
 
 
 def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
-    """Return the changes in each layer that any of the columns has."""
+    """Return a table of the changes in each layer."""
     found = columns.values()
     rows = tuple(
         (layer_name(n), *(share(c[n].relative_norm) if n in c else NOTHING for c in found))
@@ -258,7 +258,7 @@ def _layer_table(columns: Mapping[str, Mapping[int, Statistics]]) -> Table:
 
 
 def spectra(analysis: AnalysisData) -> Figure | None:
-    """Draw in how many directions the changes go."""
+    """Draw how many directions the changes have."""
     names, chosen = analysis.names, choose_spectra(analysis)
     if not chosen:
         return None
@@ -293,7 +293,7 @@ def spectra(analysis: AnalysisData) -> Figure | None:
 
 
 def choose_spectra(analysis: AnalysisData) -> list[tuple[str, str, Spectrum]]:
-    """Return model, matrix and spectrum, evenly spread over each model and not too many."""
+    """Return model, matrix and spectrum of a limited number, evenly spread over each model."""
     most = min(MOST_SPECTRA_OF_A_MODEL, max(1, MOST_SPECTRA // max(1, len(analysis.models))))
     chosen = []
     for model in analysis.models:
@@ -326,13 +326,13 @@ def _spectrum_row(line: int, model: str, tensor: str, spectrum: Spectrum) -> Row
 
 
 def cosines(analysis: AnalysisData) -> Figure | None:
-    """Draw in how far every two models change the same way."""
+    """Draw the cosine of every two models' changes."""
     colour = alt.Color("cosine:Q", title="cosine").scale(domain=[-1, 1], range="diverging")
     return _matrix(analysis, "cosines", colour, "+.2f", 0.0, LIMIT.apart_cosine)
 
 
 def conflicts(analysis: AnalysisData) -> Figure | None:
-    """Draw in how many elements every two models disagree."""
+    """Draw the share of elements in which every two models disagree."""
     colour = alt.Color("conflict:Q", title="opposite (chance: 50%)")
     colour = colour.scale(domain=[0, 1], range="diverging", reverse=True)
     return _matrix(analysis, "conflicts", colour, ".0%", 0.5, LIMIT.conflict - 0.5)
@@ -341,9 +341,9 @@ def conflicts(analysis: AnalysisData) -> Figure | None:
 def _matrix(
     analysis: AnalysisData, name: str, colour: Any, form: str, chance: float, notable: float
 ) -> Figure | None:
-    """Return a cell for every two models; the table's second column shows what is drawn.
+    """Draw a cell for every two models; the table's second column has the values.
 
-    Where there are many, only the cells have a text that are so far from chance as to be notable.
+    If there are many models, only cells with notable differences from chance have a text.
     """
     names, field = similar_together(analysis), name.removesuffix("s")
     rows: list[Row] = [
@@ -391,7 +391,7 @@ def _matrix(
 
 
 def similar_together(analysis: AnalysisData) -> list[str]:
-    """Return the models' names; those that are alike or opposed stand beside each other."""
+    """Return the models' names, with similar or opposed models next to each other."""
     group = {name: [name] for name in analysis.names}
     for pair in sorted(analysis.pairs, key=lambda pair: -abs(pair.total.cosine)):
         first, second = group[pair.first], group[pair.second]
@@ -402,7 +402,7 @@ def similar_together(analysis: AnalysisData) -> list[str]:
 
 
 def cancelled(analysis: AnalysisData) -> Figure | None:
-    """Draw what a merge of all models would lose, layer by layer."""
+    """Draw the share that a merge of all models would lose, layer by layer."""
     by_layer = analysis.together.by_layer
     if not analysis.pairs or by_layer.keys() <= {OUTSIDE}:
         return None
@@ -437,7 +437,7 @@ def cancelled(analysis: AnalysisData) -> Figure | None:
 
 
 def predicted_error(analysis: AnalysisData, advice: Advice) -> Figure | None:
-    """Draw what dropping would cost at which rate."""
+    """Draw the error of dropping at each rate."""
     out = advice.left_out
     models = [model for model in analysis.models if model.name not in out] or analysis.models
     names, everyone = [model.name for model in models], analysis.names
@@ -486,20 +486,20 @@ def prediction_rows(model: ModelAnalysis, rates: Iterable[float]) -> list[Row]:
 
 
 def kept(outcome: Outcome) -> Figure | None:
-    """Draw what each stage left of each model."""
+    """Draw the share of each model's elements that each stage keeps."""
     rows: list[Row] = [
         {
             "model": model.name,
             "stage": stage,
             "step": step,
-            "kept": finite(left),
-            "label": f"{stage}  {share(finite(left))}",
+            "kept": finite(part),
+            "label": f"{stage}  {share(finite(part))}",
         }
         for model in outcome.models
-        for step, (stage, left) in enumerate(outcome.kept.get(model.name, {}).items())
+        for step, (stage, part) in enumerate(outcome.kept.get(model.name, {}).items())
     ]
     stages = list(dict.fromkeys(row["stage"] for row in rows))
-    x = alt.X("kept:Q", title="elements left").scale(domain=[0, 1.15])  # room for what is written
+    x = alt.X("kept:Q", title="elements left").scale(domain=[0, 1.15])  # room for labels
     return _model_bars(
         *("kept", rows, 30),
         lambda row: f"{row['model']} after {row['label']}",
@@ -509,7 +509,7 @@ def kept(outcome: Outcome) -> Figure | None:
 
 
 def survival(outcome: Outcome) -> Figure | None:
-    """Draw how much of each model's delta is in the merged one, and in the same direction."""
+    """Draw how much of each model's delta is in the merged one, in the same direction."""
     rows: list[Row] = [
         {
             "model": pair.first,
@@ -531,7 +531,7 @@ def survival(outcome: Outcome) -> Figure | None:
 def _model_bars(
     name: str, rows: Sequence[Row], height: int, said: Callable[[Row], str], **places: Any
 ) -> Figure | None:
-    """Return a bar for each row, with its label behind it."""
+    """Draw a bar for each row, with its label after it."""
     if not rows:
         return None
     names = list(dict.fromkeys(row["model"] for row in rows))
@@ -544,7 +544,7 @@ def _model_bars(
     return _figure(name, spec, rows, shares="; ".join(map(said, rows)))
 
 
-# ---------------------------------------------------------------- what figures share
+# ---------------------------------------------------------------- parts of several figures
 
 
 def layer_name(layer: int) -> str:
@@ -566,19 +566,19 @@ def cosine_text(value: float) -> str:
 
 
 def _kinds(analysis: AnalysisData) -> list[str]:
-    """Return the kinds that there are, in their usual order."""
+    """Return the kinds that occur, in their usual order."""
     return [str(kind) for kind in Kind if any(kind in model.by_kind for model in analysis.models)]
 
 
 def _lines(name: str, names: Sequence[str], x: Any, y: Any, marked: str = "") -> Any:
-    """Return a line for each model, told apart by colour, dashes and shapes, that can be zoomed.
+    """Draw a line for each model, with its own colour, dashes and shape; it can be zoomed.
 
-    Lines with a condition for the points that are `marked` have their names elsewhere: no legend.
+    With a condition for `marked` points there is no legend, as the names are shown elsewhere.
     """
     legend = None if marked else _legend(names)
     colour = by_name(alt.Color, names, legend=legend)
     chart = alt.Chart().encode(x=x, y=y, color=colour, opacity=bright_if(CHOSEN))
-    # Dashes by number: by name they would get into the legend, as dashed outlines.
+    # Dashes by number: by name they would be in the legend, as dashed outlines.
     dashes = alt.Scale(domain=list(range(len(names))), range=repeated(DASHES, len(names)))
     curves = chart.mark_line(aria=False, clip=True, interpolate="monotone")
     curves = curves.encode(strokeDash=alt.StrokeDash("dash:O").scale(dashes).legend(None))
@@ -589,7 +589,7 @@ def _lines(name: str, names: Sequence[str], x: Any, y: Any, marked: str = "") ->
 
 
 def _dashed(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """Return the rows with the number of their dashes."""
+    """Add to each row the number of its dash pattern."""
     return [{**row, "dash": names.index(row["model"])} for row in rows]
 
 
@@ -613,7 +613,7 @@ def _layer_axis() -> Any:
 
 
 def keep_apart(values: Mapping[str, float], most: float, gap: float) -> dict[str, float]:
-    """Move values apart until no two are nearer than the gap, in the same order, up to a bound.
+    """Move values apart by at least the gap, in the same order and up to a bound.
 
     >>> keep_apart({"a": 1.0, "b": 1.0, "c": 9.0}, 10.0, 2.0)
     {'a': 1.0, 'b': 3.0, 'c': 9.0}

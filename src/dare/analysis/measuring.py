@@ -3,11 +3,11 @@
 For a chunk the base and all models are read, and one function of the core measures all of them. The
 results are added up in the order of the chunks, so that the figures do not depend on threads.
 
-Which elements are in the top 1 % of a tensor is only known when all of it has been seen. Their
-overlap is counted in a sample: all of a tensor of up to 524,288 elements; of a larger one so many
-runs of 64 elements, one in every 2, 4, 8, …, that about as many are taken. Where the runs lie
-depends on their position alone. A share s that is counted on k elements is right to √(s(1-s)/k).
-Where a tensor has outliers, cosines and cancellation are those of the sample too.
+The elements in the top 1 % of a tensor are only known when all of it has been seen. Their overlap
+is counted in a sample: all of a tensor of up to 524,288 elements; in a larger one, one run of 64
+elements in every 2, 4, 8, …, so that the sample has about the same size. The choice of runs depends
+only on their position. A share s that is counted on k elements is right to √(s(1-s)/k). If a tensor
+has outliers, cosines and cancellation are also those of the sample.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ Floats = NDArray[np.float32]
 Piece = tuple[int, Raw, list[Raw], NDArray[np.bool_]]
 
 TOP = 0.01  # share of a tensor's elements that count as its top
-SAMPLE = CHUNK  # about how many elements of a tensor the overlap of the tops is counted on
-CHUNKS_HELD = 8  # of base and models; of more models, smaller pieces are read
-MODELS_HELD = 8  # whose samples are kept until a tensor has been seen; those of more are read again
+SAMPLE = CHUNK  # about the number of elements in the sample for the overlap of tops
+CHUNKS_HELD = 8  # of base and models; with more models, smaller pieces are read
+MODELS_HELD = 8  # the most models whose samples are kept for a tensor; else they are read again
 
 
 def sample_period(elements: int) -> int:
-    """Return n where one in n runs of a tensor's elements is sampled."""
+    """Return n if one in n runs of a tensor's elements is sampled."""
     return min(1 << max(0, (elements - 1) // SAMPLE).bit_length(), CHUNK // SAMPLED)
 
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """A tensor, and the models whose deltas of it are measured."""
+    """A tensor, and the models whose deltas for it are measured."""
 
     base: TensorInfo
     kind: Kind
@@ -98,19 +98,19 @@ class PairSums(Additive):
 
 @dataclass(frozen=True)
 class TensorSums(Additive):
-    """Everything measured of one tensor, or of some chunks of it; mappings are by model."""
+    """All measurements of one tensor, or of some of its chunks; mappings are by model."""
 
     sums: dict[int, Sums] = field(default_factory=dict)
     magnitudes: dict[int, Magnitudes] = field(default_factory=dict)
     pairs: dict[tuple[int, int], PairSums] = field(default_factory=dict)
     summed_magnitude: float = 0.0  # Σ|Σδ|
     shared: int = 0  # elements that two models or more change
-    conflicted: int = 0  # the elements of those that are changed in both directions
-    # Some deltas of each chunk, models × elements, if there are two models or more.
+    conflicted: int = 0  # those of them that are changed in both directions
+    # Sampled deltas of each chunk, models × elements, if there are two models or more.
     samples: tuple[Floats, ...] = ()
 
 
-# ---------------------------------------------------------------- what a name tells
+# ---------------------------------------------------------------- kinds and layers by name
 
 _KINDS = tomllib.loads(files("dare.analysis").joinpath("kinds.toml").read_text("utf-8"))
 PATTERNS = [
@@ -121,7 +121,7 @@ PATTERNS = [
 
 @cache
 def kind_of(name: str) -> Kind:
-    """Return what a tensor is for; `other` where its name does not say.
+    """Return the kind of a tensor; `other` if its name does not say.
 
     >>> kind_of("model.layers.3.self_attn.q_proj.weight").value, kind_of("lm_head.weight").value
     ('attention', 'head')
@@ -136,16 +136,16 @@ def kind_of(name: str) -> Kind:
 def find_norms(tensors: Iterable[TensorInfo]) -> set[str]:
     """Return the tensors of modules that only normalise: their weight is a vector.
 
-    In models that have nothing else in common, these are alike, BatchNorm's variances above all.
+    They are similar even in unrelated models, above all the variances of BatchNorm.
     """
-    found = {info.name: info for info in tensors if kind_of(info.name) is Kind.OTHER}
-    weights = (info for info in found.values() if info.name.endswith(".weight"))
+    others = {info.name: info for info in tensors if kind_of(info.name) is Kind.OTHER}
+    weights = (info for info in others.values() if info.name.endswith(".weight"))
     modules = {info.name.removesuffix("weight") for info in weights if len(info.shape) == 1}
-    return {name for name in found if name[: name.rfind(".") + 1] in modules}
+    return {name for name in others if name[: name.rfind(".") + 1] in modules}
 
 
 def number_layers(tensors: Iterable[str]) -> dict[str, int]:
-    """Return the number of the layer that each tensor stands in; -1 outside.
+    """Return the number of each tensor's layer; -1 outside of layers.
 
     Several stacks are numbered one after the other: a network of several stacks first, then the
     longest; encoders before decoders.
@@ -172,19 +172,19 @@ def number_layers(tensors: Iterable[str]) -> dict[str, int]:
     }
 
 
-# ---------------------------------------------------------------- what is to be done
+# ---------------------------------------------------------------- the plan and the tally
 
 
 @dataclass(frozen=True)
 class MeasuringPlan:
-    """The tensors that a base and models have in common, and which of their figures are wanted."""
+    """The common tensors of a base and models, and the figures to compute for them."""
 
     request: Request
     base: Source
     models: Mapping[str, Source]
     tensors: Mapping[str, ComparedTensor]  # by name
-    left_out: Sequence[LeftOut]  # those that cannot be compared
-    spectra: Mapping[str, bool]  # the matrices with singular values, and True for all of one
+    left_out: Sequence[LeftOut]  # tensors that cannot be compared
+    spectra: Mapping[str, bool]  # the matrices with singular values; True for a whole matrix
     threads: int = 1
 
     @cached_property
@@ -230,17 +230,16 @@ class MeasuringPlan:
 
 
 class Tally:
-    """The sink of an analysis: adds up what is found of chunks, and keeps it by tensor.
+    """The sink of an analysis: adds up the figures of chunks, and keeps them by tensor.
 
-    Chunks are added in their order, whatever the order in which they come, so that the figures do
-    not depend on threads.
+    Chunks are added in their order, whenever they arrive, so that the figures do not depend on
+    threads.
     """
 
     def __init__(self, *, keeps_all: bool = False) -> None:
         """Create an empty tally.
 
-        With `keeps_all` the magnitudes of each tensor are kept, not only those of a layer's tensors
-        of a kind.
+        With `keeps_all` the magnitudes of each tensor are kept, not only sums by layer and kind.
         """
         self.measured: dict[str, TensorSums] = {}
         # By tensor and model.
@@ -249,13 +248,13 @@ class Tally:
         # By model, layer and kind.
         self.magnitudes: dict[tuple[int, int, Kind], Magnitudes] = {}
         self._keeps_all = keeps_all
-        # By tensor: how many chunks are added, and their sum. Others wait for those before them.
+        # By tensor: the number of chunks added, and their sum. Others wait for earlier chunks.
         self._sums: dict[str, tuple[int, TensorSums]] = {}
         self._waiting: dict[tuple[str, int], TensorSums] = {}
         self._lock = threading.Lock()
 
     def add(self, tensor: ComparedTensor, chunk: int, found: TensorSums) -> TensorSums | None:
-        """Add a chunk to those before it; return the sum if these are all chunks of the tensor."""
+        """Add a chunk to those before it; return the sum if the tensor is complete."""
         with self._lock:
             name = tensor.name
             self._waiting[name, chunk] = found
@@ -282,7 +281,7 @@ class Tally:
 
 
 class Measurer:
-    """Does the steps of an analysis, with buffers of its own; the inputs must be open."""
+    """Does the steps of an analysis, with its own buffers; the inputs must be open."""
 
     def __init__(
         self, plan: MeasuringPlan, tally: Tally, progress: Progress, stop: threading.Event
@@ -298,14 +297,14 @@ class Measurer:
         self._counters = np.zeros(shape, np.uint32)  # empty between chunks
 
     def prefetch(self, step: MeasuringStep) -> None:
-        """Ask for a chunk's bytes of every input; matrices are those that have just been read."""
+        """Prefetch a chunk's bytes of every input; matrices have just been read anyway."""
         if isinstance(step, Make) and step.elements:
             tensor = self._plan.tensors[step.tensor]
             for source in self._plan.sources_of(tensor):
                 source.prefetch(step.tensor, *chunk_span(step.chunk, tensor.base.elements))
 
     def do(self, steps: Sequence[MeasuringStep], _results: Results) -> Iterator[None]:
-        """Do steps: what is found goes to the tally."""
+        """Do steps; the results go to the tally."""
         for step in steps:
             if self._stop.is_set():
                 raise Stopped
@@ -335,17 +334,17 @@ class Measurer:
         totals = np.zeros(2)
         _, count = chunk_span(chunk, tensor.base.elements)
         for piece in self._read(tensor, chunk):
-            found = (sums, counts, dots, pair_counts, shared, totals, counters)
-            core.measure(*piece[1:], *found)
+            results = (sums, counts, dots, pair_counts, shared, totals, counters)
+            core.measure(*piece[1:], *results)
             if 1 < len(models) <= MODELS_HELD:
                 samples.append(self._sample(tensor, piece))
         base_squares, summed_magnitude = totals.tolist()
         untouched = Sums(count, zeros=count, base_squares=base_squares)
         all_sums, magnitudes = dict[int, Sums](), dict[int, Magnitudes]()
         for place, model in enumerate(models):
-            own = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
-            all_sums[model] = own
-            magnitudes[model] = _take_magnitudes(counters[place], own)
+            of_model = _sums(count, sums[place].tolist(), counts[place].tolist(), base_squares)
+            all_sums[model] = of_model
+            magnitudes[model] = _take_magnitudes(counters[place], of_model)
         return TensorSums(
             all_sums | dict.fromkeys(tensor.unchanged, untouched),
             magnitudes | dict.fromkeys(tensor.unchanged, NO_MAGNITUDES),
@@ -358,7 +357,7 @@ class Measurer:
         )
 
     def _read(self, tensor: ComparedTensor, chunk: int) -> Iterator[Piece]:
-        """Read a chunk piece by piece; the next piece takes the place of the one before."""
+        """Read a chunk piece by piece; each piece overwrites the one before."""
         name, sources = tensor.name, self._plan.sources_of(tensor)
         given = np.array([source.delta_of(name).is_change for source in sources[1:]], np.bool_)
         for start, (base, *tuned) in read_chunks(
@@ -382,7 +381,7 @@ class Measurer:
     # ------------------------------------------------------------ a tensor
 
     def _complete(self, tensor: ComparedTensor, total: TensorSums) -> TensorSums:
-        """Return a tensor's figures with those that are only known when all of it has been seen."""
+        """Complete a tensor's figures by those that are only known when all of it has been seen."""
         whole = {m: with_inliers(each, total.magnitudes[m]) for m, each in total.sums.items()}
         total = replace(total, sums=whole)
         if not total.pairs:
@@ -436,7 +435,7 @@ class Measurer:
 
 
 def _least_of_top(tensor: ComparedTensor, magnitudes: Magnitudes) -> int:
-    """Return the bits of the least magnitude that is among a model's largest, in its tensor."""
+    """Return the bits of the smallest magnitude in the top of a model's tensor."""
     wanted = math.ceil(TOP * tensor.base.elements)
     place = top_bin(magnitudes, wanted) if magnitudes.counts.size else BINS - 1
     return max(1, place << BIN_SHIFT)
@@ -450,7 +449,7 @@ def total_magnitude(measured: TensorSums) -> float:
 def _without_outliers(
     models: Sequence[int], total: TensorSums, parts: Iterable[Floats]
 ) -> TensorSums:
-    """Return a tensor's figures with the products and sums of its sample without outliers.
+    """Replace a tensor's products and sums by those of its sample without outliers.
 
     Overwrites the outliers in the sample.
     """
@@ -476,13 +475,13 @@ def _without_outliers(
 
 
 def _sums(elements: int, sums: list[float], counts: list[int], base_squares: float) -> Sums:
-    """Return the sums that the library has found of one model."""
+    """Return the library's sums for one model."""
     changed, not_finite, peak, least = counts
     zeros = elements - changed - not_finite
     smallest = float(np.uint32(least + 1).view(np.float32)) if changed else math.inf
     largest = float(np.uint32(peak).view(np.float32))
-    found: list[Any] = [elements, zeros, not_finite, *sums, smallest, largest, base_squares]
-    return Sums(*found)
+    figures: list[Any] = [elements, zeros, not_finite, *sums, smallest, largest, base_squares]
+    return Sums(*figures)
 
 
 def _take_magnitudes(counters: NDArray[np.uint32], sums: Sums) -> Magnitudes:
@@ -510,9 +509,9 @@ def widest_itemsize(sources: Iterable[Source]) -> int:
 
 
 def elements_at_once(sources: Sequence[Source]) -> int:
-    """Return how many elements of each input are read at once: a chunk, or less of many models.
+    """Return how many elements of each input are read at once: a chunk, or less with many models.
 
-    There is at least one run of a sample in it.
+    They contain at least one run of a sample.
     """
     most = max((info.elements for info in sources[0].tensors.values()), default=0)
     span, least = CHUNK, SAMPLED * sample_period(most)

@@ -1,4 +1,4 @@
-"""The error that dropping will bring to a delta, from its measured moments.
+"""The error that dropping will cause in a delta, from its measured moments.
 
 With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0:
 
@@ -7,10 +7,11 @@ With δ̂ᵢ = mᵢ·δᵢ/(1 - p), mᵢ = 1 with probability 1 - p and else 0:
     error     E‖δ̂ - δ‖²/‖δ‖² = p/(1 - p)
 
 An output of a layer is y = Σ (wⱼ + δⱼ)·xⱼ. If the inputs x prefer no direction, the error of all
-outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some, and what an
-error does to answers differs from one kind of model to another: it is an order (docs/evidence.md).
+outputs relative to the base's is that of δ̂ times ‖δ‖/‖w‖. Real inputs do prefer some directions,
+and the effect of an error on answers depends on the kind of model: this is only an order of
+magnitude (docs/evidence.md).
 
-That is the mean. How far one mask can be off it, `dare.checks.dropping` says. Errors of
+That is the mean. `dare.checks.dropping` says how far one mask can be from it. Errors of
 different layers are independent and their variances add up, so squares are averaged.
 """
 
@@ -35,8 +36,8 @@ class Prediction:
 
     drop_rate: float
     relative_error: float  # √E‖δ̂ - δ‖² / ‖δ‖
-    # The same of a layer's outputs, relative to the base's, for inputs that prefer no direction;
-    # infinite where the base is zero.
+    # The same for a layer's outputs, relative to the base's, for inputs that prefer no direction;
+    # infinite if the base is zero.
     output_error: float
     variance: float  # mean over the elements of Var[δ̂ᵢ]
 
@@ -51,11 +52,11 @@ def predict(statistics: Statistics, drop_rate: float) -> Prediction:
 
 def mean_square(statistics: Statistics) -> float:
     """Return the mean of δ²; elements that are not finite do not count."""
-    counted = statistics.elements - statistics.not_finite
-    return statistics.norm**2 / counted if counted else 0.0
+    finite = statistics.elements - statistics.not_finite
+    return statistics.norm**2 / finite if finite else 0.0
 
 
-# ---------------------------------------------------------------- how much dropping is tolerated
+# ---------------------------------------------------------------- tolerated drop rates
 
 
 def exposures_of(model: ModelAnalysis) -> list[Exposure]:
@@ -67,8 +68,8 @@ def exposures_of(model: ModelAnalysis) -> list[Exposure]:
 def exposure_of(statistics: Statistics, shape: tuple[int, ...]) -> Exposure:
     """Return a tensor's exposure, with its outliers.
 
-    Their share of the error is a sum of squares like that of the others. An outlier is in one row
-    alone, and of their fourth powers no more is known than Σδ⁴ ≤ max δ²·Σδ².
+    Their share of the error is a sum of squares like that of other elements. An outlier is in only
+    one row, and all that is known of their fourth powers is Σδ⁴ ≤ max δ²·Σδ².
     """
     known, whole = statistics.inliers, statistics.norm or 1.0
     inside = min((known.norm / whole) ** 2, 1.0)
@@ -86,9 +87,9 @@ def tolerated_drop_rate(
     """Return the largest drop rate, in hundredths, that changed tensors tolerate together.
 
     At that rate the bounded error of their outputs (root of the mean square, by elements) is at
-    most `bound`, and it is at most `highest`: 0.05 and 0.95 by default. Tensors whose
-    base is zero have no relative error and do not count; if there are no others, the rate is that
-    at which enough carriers survive. 0 if nothing is changed: there is nothing to drop.
+    most `bound`, and the rate is at most `highest`: 0.05 and 0.95 by default. Tensors whose base is
+    zero have no relative error and do not count; if there are no others, it is the rate at which
+    enough carriers survive. 0 if nothing is changed: there is nothing to drop.
 
     >>> tolerated_drop_rate([Exposure(10**6, 0.02, 1000.0)])
     0.83
@@ -108,6 +109,6 @@ def tolerated_drop_rate(
 def mean_bounded_error(exposures: Sequence[Exposure], drop_rate: float) -> float:
     """Return the bounded error of several tensors' outputs, as the root of the mean square.
 
-    Tensors that are unchanged count with an error of 0, those whose base is zero not at all.
+    Unchanged tensors count with an error of 0; tensors whose base is zero do not count.
     """
     return combined_error((exposure, drop_rate) for exposure in exposures)

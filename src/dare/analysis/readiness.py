@@ -1,10 +1,10 @@
-"""The verdict on models that are to be merged: rules that look at an analysis, and their findings.
+"""The verdict on models before a merge: rules that are applied to an analysis, and their findings.
 
     print(assess(analyze("base", ["math", "code"])))
 
-A rule is a condition on values (`RULES`); the notice of the same code has the texts that the values
-fill in. A finding says that the models it names, and the set as it is given, need changes or
-cannot be merged; a note changes nothing.
+A rule is a condition on values (`RULES`); the notice with the same code has the texts for the
+values. A finding says that the models it names, or all models together, need changes or cannot be
+merged; a note changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dare.stages import parse_method
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.names import is_embedding, some_of
 
-# The values of a subject: what it is `about`, whom it `concerns`, and what texts fill in.
+# The values of a subject: what it is `about`, the models it `concerns`, and values for texts.
 Values = dict[str, Any]
 
 
@@ -94,9 +94,9 @@ class Readiness(Shown):
 
 # ---------------------------------------------------------------- rules
 
-STOPPING = {"nothing_compared", "not_finite"}  # findings with which a model cannot be merged at all
+STOPPING = {"nothing_compared", "not_finite"}  # with these findings, a model cannot be merged
 SEVEREST_FIRST = list(reversed(Severity))
-# Conditions, in the order in which they are tried; `bool`: if there is such a subject at all.
+# Conditions, in the order in which they are tried; `bool` is true for every subject.
 RULES: dict[str, Callable[[Any], Any]] = {
     "nothing_compared": lambda m: not m.elements,
     "not_finite": lambda m: m.not_finite,
@@ -125,22 +125,21 @@ def assess(
 ) -> Readiness:
     """Say whether models should be merged, and what to do about problems.
 
-    `output_error` is the error that dropping may bring to the layers' outputs, 0.05 by default.
-    With a `method` the verdict is for a merge by it; without, for any.
+    `output_error` is the error that dropping may cause in the layers' outputs, 0.05 by default.
+    With a `method` the verdict is for a merge by it, else for any merge.
     """
     subjects = list(_subjects(analysis, output_error))
     limits = SimpleNamespace(**vars(LIMIT) | {"output_error": output_error})
-    findings = [
-        found for code in RULES for found in _find(code, [{**s, "limit": limits} for s in subjects])
-    ]
+    limited = [{**subject, "limit": limits} for subject in subjects]
+    findings = [finding for code in RULES for finding in _find(code, limited)]
     findings += (note for note in analysis.notes if note.severity is not Severity.NOTE)
     readiness = make_readiness(analysis.names, findings)
     return readiness_for(readiness, method) if method else readiness
 
 
 def _find(code: str, subjects: Iterable[Values]) -> list[Notice]:
-    """Return the notices of a rule; models of which it says the same share one."""
-    entry, found = catalogue()[code], dict[object, Notice]()
+    """Return the notices of a rule; models with the same text share one."""
+    entry, notices = catalogue()[code], dict[object, Notice]()
     for values in subjects:
         known = SimpleNamespace(**values)
         if known.about != (entry.subject or code) or not RULES[code](known):
@@ -149,13 +148,13 @@ def _find(code: str, subjects: Iterable[Values]) -> list[Notice]:
         models = values["concerns"]
         said = notice(code, *models, figures={**values.get("ratios", {}), **figures}, **values)
         key = models if len(models) > 1 else (), said.text, said.remedy
-        earlier = found[key].subjects if key in found else ()
-        found[key] = replace(said, subjects=(*earlier, *models))
-    return list(found.values())
+        earlier = notices[key].subjects if key in notices else ()
+        notices[key] = replace(said, subjects=(*earlier, *models))
+    return list(notices.values())
 
 
 def readiness_for(readiness: Readiness, method: str) -> Readiness:
-    """Return the verdict on a merge by a method: what does not matter for it becomes a note."""
+    """Return the verdict on a merge by a method: findings that do not matter become notes."""
     stages = parse_method(method)
 
     def matters(finding: Notice) -> bool:
@@ -183,11 +182,11 @@ def _verdict(findings: Iterable[Notice]) -> Verdict:
     return Verdict.WITH_CHANGES if codes else Verdict.NO_DEFECT
 
 
-# ---------------------------------------------------------------- what rules are about
+# ---------------------------------------------------------------- subjects of rules
 
 
 def _subjects(analysis: AnalysisData, output_error: float) -> Iterator[Values]:
-    """Yield the subjects of rules, each with the values for conditions and texts."""
+    """Yield the subjects of rules, with values for conditions and texts."""
     bodies = {model.name: body_of(model) for model in analysis.models}
     for model in analysis.models:
         yield _model_values(model, bodies[model.name], output_error)
@@ -266,7 +265,7 @@ def _outweighed(models: Iterable[ModelAnalysis]) -> Iterator[Values]:
     """Yield fine-tunes whose change is far larger or smaller than that of the others."""
     sizes = {model.name: model.total.inliers.norm for model in models}
     norms = {name: norm for name, norm in sizes.items() if norm}
-    # Of two models the smaller one is named; of more the one that differs from most.
+    # With two models the smaller one is named; with more, those that differ from the median.
     middle = sorted(norms.values())[(len(norms) - 1) // 2] if len(norms) > 2 else math.inf
     large = {n: norm / middle for n, norm in norms.items() if norm >= LIMIT.outweighed * middle}
     usual = {name: norm for name, norm in norms.items() if name not in large}
@@ -296,7 +295,7 @@ def _tied(analysis: AnalysisData) -> Iterator[Values]:
 
 
 def _unfit(analysis: AnalysisData) -> Iterator[Values]:
-    """Yield the tensors that do not fit the base's, by what can be done about them."""
+    """Yield the tensors that do not fit the base's, by the rule for them."""
     rules = ("vocabulary", "mismatched", "integers_differ", "extra_tensors")
     unfit: dict[str, list[LeftOut]] = {rule: [] for rule in rules}
     for tensor in analysis.left_out:
@@ -322,23 +321,23 @@ def _unfit(analysis: AnalysisData) -> Iterator[Values]:
             }
 
 
-# ---------------------------------------------------------------- figures that rules ask for
+# ---------------------------------------------------------------- figures for rules
 
 
 @dataclass(frozen=True)
 class Body:
-    """A model's change without its embeddings, head and norms, if there is anything else."""
+    """A model's change without its embeddings, head and norms, if it has other tensors."""
 
     ratio: float  # ‖δ‖ / ‖base‖, outliers left out
     outliers: int
-    base_share: float  # how much of the base is in the model: 1 in a fine-tune, 0 in a stranger
-    is_unrelated: bool  # True if next to nothing of the base is in it
+    base_share: float  # the share of the base in the model: 1 in a fine-tune, 0 if unrelated
+    is_unrelated: bool  # True if it contains almost nothing of the base
 
 
 def body_of(model: ModelAnalysis) -> Body:
     """Return how far the matrices of a model are from the base's.
 
-    Embeddings may be frozen or grown, and say little about where a model comes from.
+    Embeddings may be frozen or extended, and say little about a model's origin.
     """
     kinds = (Kind.ATTENTION, Kind.MLP, Kind.OTHER)
     parts = [model.by_kind[kind] for kind in kinds if kind in model.by_kind]
@@ -347,16 +346,16 @@ def body_of(model: ModelAnalysis) -> Body:
     base_norm = math.hypot(*(part.base_norm for part in parts))
     ratio = norm / base_norm if base_norm else 0.0
     outliers = sum(part.inliers.outliers for part in parts)
-    # Files of earlier versions do not have the product: there the ratio alone decides.
+    # Files of earlier versions lack the product: there only the ratio decides.
     products = (-(p.base_norm**2) if p.base_product is None else p.base_product for p in parts)
-    held = 1 + sum(products) / base_norm**2 if base_norm else 1.0
-    return Body(ratio, outliers, held, is_unrelated(ratio, held))
+    base_share = 1 + sum(products) / base_norm**2 if base_norm else 1.0
+    return Body(ratio, outliers, base_share, is_unrelated(ratio, base_share))
 
 
 def chance_cancelled(analysis: AnalysisData) -> float:
-    """Return the share of all change that independent models of these sizes lose when added up.
+    """Return the share of all changes that independent models of these sizes lose in a sum.
 
-    Compare `analysis.together.cancelled` with it: of two models of one size it is 29 %, of three
+    Compare `analysis.together.cancelled` with it: for two models of one size it is 29 %, for three
     42 %.
     """
     return cancelled_by_chance([model.total.inliers.mean_magnitude for model in analysis.models])
@@ -374,11 +373,11 @@ def cancelled_by_chance(sizes: Sequence[float]) -> float:
 def rounding_norm(analysis: AnalysisData, model: ModelAnalysis) -> float:
     """Return ‖rounding‖ / ‖base‖ if the base were stored in the model's type; 0 if that is as fine.
 
-    An element of the octave from 1 to 2 is off by a uniform error of at most half a step 2^-b,
-    b the bits of the mantissa, whose root mean square is 2^-b/√12; that of an element itself, its
-    logarithm spread evenly, is √(3/(2·ln 2)).
+    An element in the octave from 1 to 2 has a uniform error of at most half a step 2^-b, where b is
+    the number of bits of the mantissa; its root mean square is 2^-b/√12. The root mean square of
+    the element itself, if its logarithm is spread evenly, is √(3/(2·ln 2)).
     """
-    # What is equal to the bit has not been rounded: the base was before.
+    # Equal bits show that the model was not rounded; the base was, before.
     is_exact = model.is_adapter or model.total.sparsity >= LIMIT.unrounded
     if is_exact or not analysis.base_dtypes or not model.dtypes:
         return 0.0
@@ -395,8 +394,8 @@ def _main_type(dtypes: Mapping[str, int]) -> str:
 
 # ---------------------------------------------------------------- models that are related
 
-# A relation holds for two models. A finding is about all models that it links, directly or by way
-# of others: three copies are one group, not three pairs.
+# A relation holds for two models. A finding is about all models that it links, directly or
+# indirectly: three copies are one group, not three pairs.
 
 
 class Link:
@@ -404,10 +403,10 @@ class Link:
 
     def __init__(self, pair: PairAnalysis, size: float) -> None:
         self.pair, self.ends, self.cosine = pair, (pair.first, pair.second), pair.total.cosine
-        # Much may be common to models that are not the same, such as a base rounded to 4 bits.
-        own = size * math.sqrt(max(0.0, 1 - self.cosine**2))
+        # Different models may have much in common, such as a base rounded to 4 bits.
+        distance = size * math.sqrt(max(0.0, 1 - self.cosine**2))
         is_near = abs(self.cosine) >= LIMIT.same_cosine
-        self.is_one_direction = is_near and own <= LIMIT.same_distance
+        self.is_one_direction = is_near and distance <= LIMIT.same_distance
         self.is_same = self.is_one_direction and abs(pair.ratio - 1) <= LIMIT.same_size
 
 
@@ -420,7 +419,7 @@ RELATIONS: dict[str, Callable[[Link], bool]] = {
 
 
 def find_groups(order: Sequence[str], links: Sequence[Link]) -> Iterator[Values]:
-    """Yield the values of every group of models, by the rule that it falls under."""
+    """Yield the values of every group of models, by its rule."""
     for rule, holds in RELATIONS.items():
         for names in connect(order, filter(holds, links)):
             inside = [link for link in links if set(link.ends) <= set(names)]
@@ -440,7 +439,7 @@ def connect(order: Sequence[str], links: Iterable[Link]) -> list[tuple[str, ...]
 
 
 def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
-    """Return the values of a group, by the links that the rule is about."""
+    """Return the values of a group, from the links for which the rule holds."""
     held = [link for link in inside if RELATIONS[rule](link)]
     whole = all(RELATIONS[rule](link) or link.is_one_direction for link in inside)
     cosines = [link.cosine for link in held]
@@ -458,7 +457,7 @@ def _group(rule: str, names: tuple[str, ...], inside: Sequence[Link]) -> Values:
 
 
 def _multiples(first: str, links: Sequence[Link]) -> Values:
-    """Return how many times the change of a group's first model the others are."""
+    """Return the factors between the changes of a group's first model and the others."""
     ratios = {link.pair.second: link.pair.ratio for link in links if link.pair.first == first}
     others = {name: r for name, r in ratios.items() if abs(r - 1) > LIMIT.same_size}
     is_opposite = min(ratios.values(), default=0) < 0
@@ -480,7 +479,7 @@ def are_opposite(figures: Mapping[str, float], one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The least and the largest of some values, or the one value that they are as written.
+    """The least and the largest of some values; one text if both look the same.
 
     >>> f"{ValueRange([0.5, 0.2, 0.3]):.0%}, {ValueRange([0.501, 0.499]):.2f}"
     '20% to 50%, 0.50'

@@ -9,12 +9,12 @@ The names are those of the published description; the results depend on the data
 - *sparsity*: the share of elements under `sparsity_threshold` times the largest magnitude;
 - *relative norm*: ‖δ‖/‖base‖;
 - *essential fraction*: the share that carries the change, (Σδ²)²/(n·Σδ⁴): 0.56 for a uniform
-  distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, little for heavy tails;
+  distribution, 0.33 for a Gaussian, 0.17 for a Laplace distribution, smaller for heavy tails;
 - *recommended drop rate*: the largest at which the outputs of the layers are off by no more than
   `output_error` with probability 0.95 (`prediction`), and at most `droppable_percentile`;
   0 if that is below 0.1, which is not worth its noise.
 
-All but the recommended rate leave outliers out. The weights are read by the pass of an analysis,
+All except the recommended rate leave out outliers. The weights are read by the pass of an analysis,
 and the verdict is that of `dare.assess`.
 """
 
@@ -187,10 +187,10 @@ class DARESparsityAnalyzer:
         self.configuration = configuration or Configuration()
 
     def analyze(self, first: Given, second: Given | None = None) -> SparsityAnalysis:
-        """Analyze a delta, or with two arguments what a fine-tune has changed: base, tuned.
+        """Analyze a delta or, with two arguments (base, tuned), the change by a fine-tune.
 
-        Each is a dict of arrays, or a path: both of anything that `merge` reads, one alone of a
-        safetensors file of deltas.
+        Each is a dict of arrays, or a path: two paths to anything that `merge` reads, a single one
+        to a safetensors file of deltas.
 
         >>> delta = np.random.default_rng(0).normal(0, 0.0005, (64, 1024)).astype(np.float32)
         >>> DARESparsityAnalyzer().analyze({"w": delta}).recommended_drop_rate
@@ -208,7 +208,7 @@ class DARESparsityAnalyzer:
         file = str(second) if isinstance(second, str | PathLike) else NAME
         analysis = make_analysis(plan, tally, started, NAME, [file])
         if not has_base:
-            analysis = replace(analysis, base_dtypes={})  # nothing was rounded from them
+            analysis = replace(analysis, base_dtypes={})  # no types that were rounded from
         return self._summarise(tally, analysis, has_base=has_base)
 
     def _assumed_base(self, delta: Source) -> Source:
@@ -289,7 +289,7 @@ class DARESparsityAnalyzer:
 
 
 def dare_merge_readiness(analysis: SparsityAnalysis) -> Readiness:
-    """Say whether a delta is fit for DARE, why, and what to do next; print it, or use `to_json`.
+    """Say whether a delta is fit for DARE, why, and what to do next; print it or use `to_json`.
 
     The verdict and the findings are those of `dare.assess`, which judges several models. A note
     has the recommended drop rate, if there is no defect and the rate is not 0.
@@ -314,14 +314,14 @@ def _size(analysis: SparsityAnalysis) -> str:
 
 
 def _promise(analysis: SparsityAnalysis, layers: str) -> str:
-    """Return what holds at the recommended drop rate, for sentences."""
+    """Return the guarantee at the recommended drop rate, for sentences."""
     if math.isinf(analysis.output_error):
         return "enough of each output's change survives"
     return f"the outputs of {layers} stay within {analysis.output_error:.1%}"
 
 
 def _essential_fraction(statistics: Statistics) -> float:
-    """The share of the elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
+    """Return the share of elements that carries the change, (Σδ²)²/(n·Σδ⁴), without outliers."""
     concentration = statistics.inliers.concentration
     return 1 / concentration if concentration else 0.0
 

@@ -1,14 +1,13 @@
-"""Statistics: what sums over elements say of a delta, and what its singular values say.
+"""Statistics of a delta from sums over its elements, and from its singular values.
 
 `Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
-extremes; beside them stands how many elements have which magnitude, in bins
-(`dare.checks.dropping`). A quantile is the middle of the bin that it falls in, so it is off by
-0.2 % at the most (more below 2⁻¹²⁶, where float32 itself is coarse). What outliers leave of a sum
-is counted in the bins, to 0.4 %; where there are none it is the sum itself.
+extremes; in addition, magnitudes are counted in bins (`dare.checks.dropping`). A quantile is the
+middle of its bin, so it is off by 0.2 % at most (more below 2⁻¹²⁶, where float32 itself is coarse).
+Sums without outliers are computed from the bins, to 0.4 %; without outliers they are exact.
 
-Singular values are right to about 1e-8 of the largest. A matrix that is too large to be taken whole
-is looked at through a window of evenly spread rows and columns. A low rank is the same there, and
-so is the share of the directions that any other figure speaks of, on average.
+Singular values are right to about 1e-8 of the largest. If a matrix is too large to be taken whole,
+a window of evenly spread rows and columns is used. It has the same low rank, and on average the
+same share of directions in all other figures.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ from dare.checks.sample import (
 )
 
 NEGLIGIBLE = 0.01  # share of the largest magnitude under which an element counts as negligible
-# Relative error of power sums; a variance below this share of the mean square is none.
+# Relative error of power sums; a variance below this share of the mean square counts as zero.
 ROUNDING = 1e-6
 
 WAYS = 2  # rows of counters that take turns, because equal magnitudes often follow each other
 COUNTERS = BINS + 16  # length of such a row: not a power of two, or they would share cache sets
 SUMS = 6  # Σδ, Σδ², Σδ³, Σδ⁴, Σ|δ|, Σδ·base
 COUNTS = 4  # elements that are not zero, those that are not finite, and the bits of the extremes
-LEAST_OF_NONE = 0xFFFFFFFF  # the smallest magnitude's bits less 1, where there is none
+LEAST_OF_NONE = 0xFFFFFFFF  # instead of the smallest magnitude's bits - 1, if there is none
 
 WINDOW = (256, 1024)  # the shorter and the longer side of a window, at the most
 RUN = 16  # rows of a window that are read together
-KEPT = 64  # singular values that are kept for a look at them
-# The most that taking all matrices whole may cost (see `spectrum_cost`), about 5 s; else windows.
+KEPT = 64  # singular values that are kept to be shown
+# The highest cost of taking all matrices whole (see `spectrum_cost`), about 5 s; else windows.
 WHOLE_COST = 1e11
 WINDOWS_COST = 2e10  # the most that all windows together may cost: about 1 s of one core
 
@@ -65,7 +64,7 @@ WINDOWS_COST = 2e10  # the most that all windows together may cost: about 1 s of
 
 
 class Additive:
-    """A frozen dataclass of figures of a set; one added to another is of both sets together.
+    """A frozen dataclass of figures of a set; the sum of two describes both sets together.
 
     Numbers add up, mappings by their keys, extremes stay extremes.
     """
@@ -73,7 +72,7 @@ class Additive:
     def __add__(self, other: Self) -> Self:
         """Return the figures of both sets."""
         theirs = vars(other)
-        return type(self)(*(_added(name, own, theirs[name]) for name, own in vars(self).items()))
+        return type(self)(*(_added(name, ours, theirs[name]) for name, ours in vars(self).items()))
 
 
 def _added(name: str, one: Any, other: Any) -> Any:
@@ -86,7 +85,7 @@ def _added(name: str, one: Any, other: Any) -> Any:
 
 @dataclass(frozen=True)
 class InlierSums(Additive):
-    """Sums over the elements of a set that are no outliers of their tensors."""
+    """Sums over the elements of a set that are not outliers of their tensors."""
 
     outliers: int = 0
     magnitude: float = 0.0
@@ -136,7 +135,7 @@ def with_inliers(sums: Sums, magnitudes: Magnitudes) -> Sums:
 def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
     """Return the figures of a set from its sums."""
     mean, deviation, kurtosis = _moments(sums)
-    inliers, left = sums.inliers, sums.finite - sums.inliers.outliers
+    inliers, count = sums.inliers, sums.finite - sums.inliers.outliers
     return Statistics(
         elements=sums.elements,
         zeros=sums.zeros,
@@ -156,18 +155,18 @@ def statistics_of(sums: Sums, magnitudes: Magnitudes) -> Statistics:
         inliers=Inliers(
             outliers=inliers.outliers,
             norm=math.sqrt(inliers.squares),
-            mean_magnitude=inliers.magnitude / left if left else 0.0,
+            mean_magnitude=inliers.magnitude / count if count else 0.0,
             largest=inliers.largest,
             negligible=share_below(NEGLIGIBLE * inliers.largest, sums, magnitudes),
-            concentration=left * inliers.fourths / inliers.squares**2 if inliers.squares else 0.0,
+            concentration=count * inliers.fourths / inliers.squares**2 if inliers.squares else 0.0,
         ),
     )
 
 
 def share_below(threshold: float, sums: Sums, magnitudes: Magnitudes) -> float:
-    """Return the share of finite elements under a magnitude; 1 if none is changed.
+    """Return the share of finite elements below a magnitude; 1 if none is changed.
 
-    In the bin that the threshold falls in, elements count as spread evenly.
+    The elements in the threshold's bin are assumed to be spread evenly.
     """
     if not sums.largest or threshold > sums.largest:
         return 1.0 if sums.finite else 0.0
@@ -195,7 +194,7 @@ def _moments(sums: Sums) -> tuple[float, float, float]:
 
 
 def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
-    """Return quantiles of all finite magnitudes: of n the ⌈share·n⌉-th, counted from the least."""
+    """Return quantiles of all finite magnitudes: the ⌈share·n⌉-th smallest of n."""
     changed = int(magnitudes.counts.sum())
 
     def at(share: float) -> float:
@@ -210,7 +209,7 @@ def _quantiles(sums: Sums, magnitudes: Magnitudes) -> list[float]:
 
 
 def _octaves(magnitudes: Magnitudes) -> tuple[int, tuple[int, ...]]:
-    """Return the lowest octave and the count of each; all below 2⁻¹²⁶ is in the octave under it."""
+    """Return the lowest octave and all counts; everything below 2⁻¹²⁶ is in one octave."""
     if not magnitudes.counts.size:
         return 0, ()
     octaves = (magnitudes.first + np.arange(magnitudes.counts.size)) // OCTAVE
