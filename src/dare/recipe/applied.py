@@ -1,10 +1,10 @@
-"""Which models a word means, and which method, parameters and weight apply to a tensor of a model.
+"""The models that a word denotes; the method, parameters and weight of each tensor of a model.
 
-A rule for tensors wins over the rate of embeddings, that over a model's own value, and that over
-the stage's table; a later rule wins over an earlier one. Values that change over the layers are
-taken at the tensor's depth.
+A rule for tensors has priority over the rate of embeddings, that over a model's value, and that
+over the stage's table; a later rule has priority over an earlier one. Values that change over the
+layers are taken at the tensor's depth.
 
-A rule may name a method for its tensors. Where a later rule names another, it does not count.
+A rule may name a method for its tensors. It does not count if a later rule names another method.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Chain(tuple[Staged, ...]):
     """The stages of a method with their settings."""
 
     def of_kind(self, kind: Kind) -> tuple[Staged, ...]:
-        """Return those of a kind."""
+        """Return the stages of a kind."""
         return tuple(staged for staged in self if staged[0].kind == kind)
 
     @property
@@ -40,12 +40,12 @@ class Chain(tuple[Staged, ...]):
 
 
 def names_of(chain: Chain) -> str:
-    """Return the names of stages as a method is written."""
+    """Return the names of stages, joined as in a method."""
     return "+".join(stage.name for stage, _ in chain)
 
 
 class AppliedSettings:
-    """The part of a recipe that looks its settings up; the recipe itself declares the fields."""
+    """The part of a recipe that looks up its settings; the recipe itself declares the fields."""
 
     if TYPE_CHECKING:
         base: Path
@@ -59,14 +59,14 @@ class AppliedSettings:
 
     @property
     def chain(self) -> Chain:
-        """The stages of its own method with their settings."""
+        """The stages of the recipe's method with their settings."""
         return self.chains[self.method]
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
-        """By method, first its own: the stages with their settings, before any model's or rule's.
+        """By method: the stages with their settings, without those of models and rules.
 
-        The others are those that rules name.
+        The recipe's method comes first, then the methods that rules name.
         """
         named = (rule.method for rule in self.tensors if rule.method is not None)
         return {method: self._make_chain(method) for method in dict.fromkeys((self.method, *named))}
@@ -78,11 +78,11 @@ class AppliedSettings:
 
     @property
     def methods(self) -> str:
-        """All methods by the names of their stages, as reports show them."""
+        """All methods by the names of their stages, for reports."""
         return ", ".join(map(names_of, self.chains.values()))
 
     def method_for(self, tensor: str) -> str:
-        """Return the method of a tensor: that of the last rule which names one, else its own."""
+        """Return the method of a tensor: from the last rule that names one, else the recipe's."""
         named = (r.method for r in reversed(self.tensors) if r.method and r.matches(tensor))
         return next(named, self.method)
 
@@ -126,7 +126,7 @@ class AppliedSettings:
         return tuple(self.seed + n if e.seed is None else e.seed for n, e in enumerate(self.models))
 
     def weights(self, method: str | None = None) -> tuple[float | Gradient, ...]:
-        """Return the weight of each model before any tensor's own, by its method or another."""
+        """Return the weight of each model without rules for tensors, for its or another method."""
         default = self.chains[method or self.method].combine.default_weight
         usual = default(len(self.models)) if default else 1.0
         return tuple(usual if entry.weight is None else entry.weight for entry in self.models)
@@ -152,12 +152,12 @@ class AppliedSettings:
         chain = self.chain_for(tensor)
         meant = {name: takers([stage for stage, _ in chain], name) for name in overrides}
         return tuple(
-            _settings_at(depth, own, {n: v for n, v in overrides.items() if stage in meant[n]})
-            for stage, own in chain.of_kind("delta")
+            _settings_at(depth, plain, {n: v for n, v in overrides.items() if stage in meant[n]})
+            for stage, plain in chain.of_kind("delta")
         )
 
     def sets(self, parameter: str, tensor: str, model: int) -> bool:
-        """Return whether a parameter of a delta stage is given for a tensor of a model."""
+        """Return whether a parameter of a delta stage is set for a tensor of a model."""
         stages = (stage.name for stage, _ in self.chain_for(tensor).of_kind("delta"))
         return (
             any(parameter in self.stages.get(stage, {}) for stage in stages)
@@ -174,17 +174,17 @@ class AppliedSettings:
     ) -> tuple[dict[str, Any], ...]:
         """Return the settings of the combine stage and every refine stage for one tensor.
 
-        No model's own values count.
+        The values of single models do not count.
         """
         rules = self._rules_for(tensor, None)
         given = {name: value for rule in rules for name, value in rule.settings.items()}
         chain = self.chain_for(tensor)
         return tuple(
-            _settings_at(depth, own, given) for stage, own in chain if stage.kind != "delta"
+            _settings_at(depth, plain, given) for stage, plain in chain if stage.kind != "delta"
         )
 
     def _rules_for(self, tensor: str, model: int | None) -> Iterator[TensorRule]:
-        """Yield the rules for a tensor of one model, or those that are for all models."""
+        """Yield the rules for a tensor of one model, or for all models if `model` is None."""
         methods = None, self.method_for(tensor)
         for rule, indices in self.rules:
             is_for_it = rule.method in methods and (indices is None or model in indices)
@@ -193,7 +193,7 @@ class AppliedSettings:
 
     @cached_property
     def rules(self) -> tuple[tuple[TensorRule, tuple[int, ...] | None], ...]:
-        """The rules, and the models that each is for by number; None: all."""
+        """The rules, each with the numbers of its models; None for all models."""
         return tuple(
             (rule, None if rule.model is None else tuple(self._models_of(rule)))
             for rule in self.tensors
@@ -201,10 +201,10 @@ class AppliedSettings:
 
     def _models_of(self, rule: TensorRule) -> Iterator[int]:
         for word in rule.model or ():
-            found = self.find_models(word, str(rule))
-            if not found:
+            numbers = self.find_models(word, str(rule))
+            if not numbers:
                 raise RecipeError(f"{rule}: {self._unknown_model(word)}")
-            yield from found
+            yield from numbers
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class AppliedSettings:
         return tuple(model_names(self.models))
 
     def find_models(self, word: str, where: str) -> list[int]:
-        """Return the models that a name or a file means; refuse a name of several files."""
+        """Return the models that a name or a file denotes; refuse a name of several files."""
         models = self.models or [ModelEntry(file=entry.base) for entry in self.layers[-1:]]
         if by_file := [n for n, e in enumerate(models) if word and e.file == as_path(word)]:
             return by_file
@@ -224,14 +224,14 @@ class AppliedSettings:
         raise RecipeError(f"{where}: {fault}; write {', '.join(map(str, names))}")
 
     def find_input(self, word: str, where: str) -> int | None:
-        """Return the number of the input that a name or a file means; 0 is the base."""
-        found = [] if word == "base" else self.find_models(word, where)
-        if found:
-            return 1 + found[0]
+        """Return the number of the input that a name or a file denotes; 0 is the base."""
+        models = [] if word == "base" else self.find_models(word, where)
+        if models:
+            return 1 + models[0]
         return 0 if word == "base" or (word and as_path(word) == self.base) else None
 
     def number_of(self, word: str, where: str, *others: str) -> int:
-        """Return the number of an input; refuse one that is not there, with what may be written."""
+        """Return the number of an input; refuse an unknown one, and list the known names."""
         if (number := self.find_input(word, where)) is None:
             raise RecipeError(f"{where}: {self._unknown_model(word, *others)}")
         return number
@@ -245,12 +245,12 @@ class AppliedSettings:
     def has_gradients(self) -> bool:
         """True if a value changes over the layers, so that the depth of a tensor matters."""
         entries: tuple[ModelEntry | TensorRule, ...] = (*self.models, *self.tensors)
-        tables = [own for _, own in self.all_stages] + [entry.settings for entry in entries]
+        tables = [table for _, table in self.all_stages] + [entry.settings for entry in entries]
         values = [value for table in tables for value in table.values()]
         return any(isinstance(v, list) for v in (*values, *(entry.weight for entry in entries)))
 
     def described_rules(self) -> list[list[Any]]:
-        """Return the rules for tensors as plain values without paths: models by number."""
+        """Return the rules for tensors as plain values, with numbers instead of paths."""
         described: list[list[Any]] = []
         for rule, indices in self.rules:
             match = None if rule.match is None else list(rule.match)
@@ -264,6 +264,6 @@ class AppliedSettings:
 def _settings_at(
     depth: Fraction, settings: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return one stage's settings at a depth, some replaced by those that are given."""
+    """Return one stage's settings at a depth, with `given` values in place of others."""
     values = {name: given.get(name, value) for name, value in settings.items()}
     return {n: value_at(v, depth) if isinstance(v, list) else v for n, v in values.items()}

@@ -23,11 +23,11 @@ from dare.recipe.recipe import OTHER_TYPES, Layers, Recipe, Request
 from dare.stages import STAGES, parse_method
 from dare.stages.registry import combine_of
 
-# Keys that may stand in the table [dare] but belong to the whole recipe.
+# Keys that may be in the table [dare] but belong to the whole recipe.
 DARE_TABLE_ALIASES = ("delta_threshold", "verbose", "embedding_drop_rate")
 # Keys of a recipe's file, beside stages and the other names of files.
 KEYS = (*Recipe.fields(), *RunOptions.fields())
-# Keys that the ranges of a stack take over.
+# Keys that the ranges of a stack inherit.
 INHERITED_BY_LAYERS = (
     *("seed", "dtype", "on_missing", "on_extra", "on_mismatch", "on_integer_mismatch"),
     *("allow_pickle", "allow_not_finite"),
@@ -55,7 +55,7 @@ def read_request(document: Mapping[str, Any], shown: Mapping[str, str]) -> Reque
 
 
 def _refuse_unused(recipe: Recipe) -> None:
-    """Refuse merges that nothing names, as tables of stages are that are not in a method."""
+    """Refuse merges that nothing uses, like tables of stages that are not in a method."""
     for name in recipe.merges.keys() - recipe.named.keys():
         what = f"no base or model is called {name}"
         raise RecipeError(f"[merges.{name}] would have no effect: {what}")
@@ -65,7 +65,7 @@ def _refuse_unused(recipe: Recipe) -> None:
 
 @contextmanager
 def errors_named(where: str) -> Iterator[None]:
-    """Name the place of what is wrong with a recipe."""
+    """Add the place to errors in a recipe."""
     try:
         yield
     except ValueError as error:  # a RecipeError is one
@@ -75,7 +75,7 @@ def errors_named(where: str) -> Iterator[None]:
 
 
 def _read_fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a request: of inner merges first, then of models, rules and stages."""
+    """Return the fields of a request: inner merges first, then models, rules and stages."""
     given = dict(document)
     _check_places(given)
     _read_inner_merges(given)
@@ -107,15 +107,15 @@ def _read_fields(document: Mapping[str, Any], shown: Mapping[str, str]) -> dict[
 
 
 def interpolates(document: Mapping[str, Any]) -> bool:
-    """Tell if a merge goes from model to model, so that the first can stand for the base."""
+    """Tell if a method interpolates between models, so that the first can serve as the base."""
     try:
         return combine_of(parse_method(document["method"])).interpolates is not None
-    except (RecipeError, LookupError, AttributeError, TypeError):  # said when the recipe is made
+    except (RecipeError, LookupError, AttributeError, TypeError):  # reported with the recipe
         return False
 
 
 def _read_inner_merges(given: dict[str, Any]) -> None:
-    """Build the merges inside a document: those that have names, and those of a stack."""
+    """Build the merges inside a document: those with names, and those of a stack."""
     merges, layers = given.get("merges", {}), given.get("layers", ())
     if not isinstance(merges, Mapping) or not isinstance(layers, list | tuple):
         raise RecipeError("[merges.NAME] and [[layers]] hold the keys of recipes")
@@ -124,7 +124,7 @@ def _read_inner_merges(given: dict[str, Any]) -> None:
     if not layers:
         return
     shared = {key: given[key] for key in INHERITED_BY_LAYERS if key in given}
-    if str(shared.get("dtype")).upper() in OTHER_TYPES:  # which the whole is recoded to
+    if str(shared.get("dtype")).upper() in OTHER_TYPES:  # only the whole stack is recoded
         shared["dtype"] = "F32"
     stack = [
         _read_merge(entry, Layers, f"[[layers]], number {number}", shared)
@@ -155,28 +155,28 @@ def _read_merge(
 
 
 def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Move the recipes that stand in place of models to the table of merges; read their files.
+    """Move the recipes in place of models to the table of merges; read their files.
 
     >>> lift_recipes({"base": "b", "models": [{"recipe": {"base": "b", "models": ["m"]}}]})
     {'base': 'b', 'models': ['merge 1'], 'merges': {'merge 1': {'base': 'b', 'models': ['m']}}}
     """
     lifted, merges = dict(document), document.get("merges", {})
     if not isinstance(merges, Mapping):
-        return lifted  # which is refused later
-    found = {name: _lift_inner(table, outer) for name, table in merges.items()}
+        return lifted  # refused later
+    by_name = {name: _lift_inner(table, outer) for name, table in merges.items()}
 
     def lift(entry: Any) -> Any:
         if not isinstance(entry, Mapping) or "recipe" not in entry:
             return entry
-        inner, name = entry["recipe"], f"merge {len(found) + 1}"
+        inner, name = entry["recipe"], f"merge {len(by_name) + 1}"
         if isinstance(inner, str | PathLike):
             path = as_path(inner)
             if path in outer:
                 raise RecipeError(f"{path}: contains itself; give it other models")
-            name = str(path) if path.stem in found else path.stem
-            found[name] = _lift_inner(read_toml(path), (*outer, path))
+            name = str(path) if path.stem in by_name else path.stem
+            by_name[name] = _lift_inner(read_toml(path), (*outer, path))
         else:
-            found[name] = _lift_inner(inner, outer)
+            by_name[name] = _lift_inner(inner, outer)
         rest = {key: value for key, value in entry.items() if key != "recipe"}
         return {"file": name, **rest} if rest else name
 
@@ -186,7 +186,7 @@ def lift_recipes(document: Mapping[str, Any], outer: tuple[Path, ...] = ()) -> d
         lifted["models"] = list(map(lift, models))
     if isinstance(layers := lifted.get("layers"), list | tuple):
         lifted["layers"] = [_lift_inner(entry, outer) for entry in layers]
-    return {**lifted, "merges": found} if found else lifted
+    return {**lifted, "merges": by_name} if by_name else lifted
 
 
 def _lift_inner(table: Any, outer: tuple[Path, ...]) -> Any:
@@ -196,7 +196,7 @@ def _lift_inner(table: Any, outer: tuple[Path, ...]) -> Any:
 def _read_models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
     """Return the models as entries; refuse a document without base or models.
 
-    An unknown key is named if it is probably meant for one of them.
+    An unknown key is named if it is probably a misspelling of one of them.
     """
     for field in ("base", "models"):
         if field not in document:
@@ -213,7 +213,7 @@ def _read_models(document: Mapping[str, Any], shown: Mapping[str, str]) -> Any:
 
 
 def _check_places(document: Mapping[str, Any]) -> None:
-    """Refuse a file that is named below a table's heading, which makes it a part of the table."""
+    """Refuse a file that is named below a table's heading, and so belongs to the table."""
     for heading, table in document.items():
         for name in table if heading in STAGES and isinstance(table, dict) else ():
             if name in OUR_NAMES:
@@ -222,7 +222,7 @@ def _check_places(document: Mapping[str, Any]) -> None:
 
 
 def _find_table(parameter: str, method: object) -> str | None:
-    """Find the stage whose table a parameter belongs in: one of the method's, if that has it."""
+    """Find the stage whose table has a parameter, first among those of the method."""
     try:
         chain = parse_method(method) if isinstance(method, str) else ()
     except RecipeError:
@@ -231,7 +231,7 @@ def _find_table(parameter: str, method: object) -> str | None:
 
 
 def _read_entries(given: Sequence[Any], kind: type[_Entry], shown: str) -> list[Any]:
-    """Build the entries of a list from their tables; paths of models are left as they are."""
+    """Build the entries of a list from their tables; paths of models are not changed."""
     plain = (ModelEntry, str, PathLike) if kind is ModelEntry else (TensorRule,)
     return [
         entry if isinstance(entry, plain) else _read_entry(entry, kind, f"{shown}, number {n}: ")
@@ -240,7 +240,7 @@ def _read_entries(given: Sequence[Any], kind: type[_Entry], shown: str) -> list[
 
 
 def _read_entry(table: object, kind: type[_Entry], where: str) -> _Entry:
-    """Build an entry of a list: the parameters among its keys go into its `settings`."""
+    """Build an entry of a list: keys that are parameters go into its `settings`."""
     if not isinstance(table, Mapping):
         path = "the path of a file or directory, or " if kind is ModelEntry else ""
         raise RecipeError(f"{where}must be {path}a table")

@@ -1,8 +1,8 @@
 """The parts of a recipe's file: its TOML, the names of its files, and the entries of its lists.
 
-TOML may be hostile, and is read in time that its size bounds. Python's parser takes the square of
-the number of parts of a dotted key, so that `a.a.a…` of 200,000 bytes would keep it busy for
-minutes. Keys are therefore looked over before it runs.
+TOML may be hostile, so the time to read it must be bounded by its size. The time of Python's parser
+grows with the square of the number of parts of a dotted key, so that `a.a.a…` of 200,000 bytes
+would take minutes. Keys are therefore checked before it runs.
 
 A recipe names its files at its top level, or in a table [models]:
 
@@ -13,7 +13,7 @@ A recipe names its files at its top level, or in a table [models]:
 
 Both mean the same, and a recipe has one of the two. `OTHER_NAMES` lists the others.
 
-The entries are a model that is merged, and a rule for tensors.
+An entry is a model to merge, or a rule for tensors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from dare.stores.locations import (
 )
 from dare.tensors.files import read_limited
 
-MAX_BYTES = 10_000_000  # the limit for a recipe: some rule for each of 100,000 tensors
+MAX_BYTES = 10_000_000  # the limit for a recipe: enough for a rule for each of 100,000 tensors
 MAX_PARTS = 100  # the limit for a dotted key; a recipe has no more than two parts
 MAX_NESTED = 100
 MAX_BITS = 128  # the limit for a whole number: Python refuses to print much larger ones
 
-# Comments and texts as a whole; possessive, so that no alternative is tried twice.
+# Whole comments and texts; possessive, so that no alternative is tried twice.
 _NOT_KEYS = re.compile(
     r'#[^\n]*+|"""(?:[^"\\]|\\.|"(?!""))*+(?:"""|\Z)|\'\'\'(?:[^\']|\'(?!\'\'))*+(?:\'\'\'|\Z)'
     r"|\"(?:[^\"\\\n]|\\.)*+\"?|'[^'\n]*+'?",
@@ -82,7 +82,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check(value: Any, path: Path, nested: int) -> None:
-    """Refuse what no recipe holds, before anything tries to show it."""
+    """Refuse values that no recipe has, before anything tries to show them."""
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise RecipeError(f"{path}: holds a number of more than {MAX_BITS} bits")
     if not isinstance(value, dict | list):
@@ -94,14 +94,14 @@ def _check(value: Any, path: Path, nested: int) -> None:
 
 
 def write_toml(document: Mapping[str, Any]) -> str:
-    """Write tables as TOML, with every text escaped, so that it stays one value."""
+    """Write tables as TOML, with every text escaped so that it stays one value."""
     import tomli_w
 
     return UNSAFE_CHARACTERS.sub(_escape, tomli_w.dumps(document))
 
 
 def _escape(found: re.Match[str]) -> str:
-    """Escape a character that tomli_w leaves inside a text and a terminal would act on."""
+    """Escape a character that tomli_w keeps in a text and that a terminal would interpret."""
     if found[0] in "\n\t":
         return found[0]
     if "\ud800" <= found[0] <= "\udfff":
@@ -298,7 +298,7 @@ class ModelEntry(Entry):
 
     @property
     def path(self) -> Path:
-        """The path whose last part is its name; folders before it tell models of one name apart."""
+        """The path whose last part is its name; its folders distinguish models of one name."""
         path = self.file
         if looks_like_name(path.as_posix()):
             path = Path(path.as_posix().partition("@")[0])
@@ -312,13 +312,13 @@ class ModelEntry(Entry):
         return folder if is_generic else folder / path.stem.removesuffix(".delta")
 
     def is_called(self, name: str) -> bool:
-        """Return whether a name, perhaps with folders before it, is the model's."""
+        """Return whether a name, perhaps with folders before it, is this model's."""
         parts = PurePath(name).parts
         return self.path.parts[-len(parts) :] == parts
 
 
 class TokenEntry(Strict):
-    """The row of a token: another model's, of the same token unless one is named, or zeros.
+    """The row of a token: zeros, or a model's row for the same token or for another one.
 
     >>> TokenEntry(model="chat", token="</s>").force
     False
@@ -366,7 +366,7 @@ class TensorRule(Entry):
             raise RecipeError(f"{self}: a method is for all models; leave model or method out")
 
     def matches(self, tensor: str) -> bool:
-        """Say whether the rule applies to a tensor."""
+        """Return whether the rule applies to a tensor."""
         return (
             self.match is None or any(fnmatch.fnmatchcase(tensor, word) for word in self.match)
         ) and (self.contains is None or any(text in tensor for text in self.contains))
@@ -383,7 +383,7 @@ def number_duplicates(names: Sequence[str]) -> list[str]:
 
 
 def model_names(entries: Sequence[ModelEntry]) -> list[str]:
-    """Name models, those of one name with as many folders as tell them apart.
+    """Name models; those with the same name get as many folders as needed to be unique.
 
     >>> model_names([ModelEntry(file=file) for file in ("a/math", "b/math", "code", "code")])
     ['a/math', 'b/math', 'code (3)', 'code (4)']

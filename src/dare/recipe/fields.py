@@ -3,8 +3,8 @@
     class Oven(Strict):
         heat: int = described("Degrees.", 200, ge=0)
 
-Such a value is made from keywords, and cannot be changed. What is wrong is said in the words of
-recipes: `heat = -3: must be greater than or equal to 0`.
+Such a value is made from keywords, and cannot be changed. Errors use the words of recipes:
+`heat = -3: must be greater than or equal to 0`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Field:
-    """A field as its class declares it."""
+    """The declaration of a field."""
 
     limits: Limits
     default: Any
     marks: tuple[str, ...]
-    key: str  # its name in tables, if that is not its own
+    key: str  # its name in tables, if it is another
     hint: Any = None  # its type, with the limits
 
     @property
@@ -85,7 +85,7 @@ class Strict:
             raise error if isinstance(error, RecipeError) else RecipeError(str(error)) from None
 
     def check_together(self) -> None:
-        """Refuse what does not go together, where each value alone is right."""
+        """Refuse values that do not go together, although each is valid."""
 
     @classmethod
     @cache
@@ -106,7 +106,7 @@ class Strict:
 
     @classmethod
     def unknown(cls, name: str) -> str:
-        """Say that there is no such field, and which one is probably meant."""
+        """Say that a field is unknown, and which one is probably meant."""
         return f"{name}: not known{did_you_mean(name, cls.fields())}"
 
     def _unknown(self, name: str) -> str:
@@ -121,15 +121,15 @@ class Strict:
         return type(self)(**({name: getattr(self, name) for name in self.given} | fields))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
-        """Return `changed(**update)`; programs that were written for pydantic's name use it."""
+        """Return `changed(**update)`, under pydantic's name for existing programs."""
         return self.changed(**update or {})
 
     def without(self, mark: str) -> Self:
-        """Return a copy in which the fields that have a mark are not given."""
+        """Return a copy without the fields that have a mark."""
         given = self.given - self.marked(mark)
         return type(self)(**{name: getattr(self, name) for name in given})
 
-    def _own(self) -> Iterator[tuple[str, Any]]:
+    def _not_default(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and value of each field that does not have its default."""
         for name, field in self.fields().items():
             value = getattr(self, name)
@@ -139,10 +139,10 @@ class Strict:
     def to_tables(self) -> dict[str, Any]:
         """Return it as plain tables, without defaults."""
         fields = self.fields()
-        return {fields[name].key or name: plain(value) for name, value in self._own()}
+        return {fields[name].key or name: plain(value) for name, value in self._not_default()}
 
     def __repr__(self) -> str:
-        shown = ((n, str(v) if isinstance(v, PurePath) else v) for n, v in self._own())
+        shown = ((n, str(v) if isinstance(v, PurePath) else v) for n, v in self._not_default())
         return f"{type(self).__name__}({', '.join(f'{name}={v!r}' for name, v in shown)})"
 
     def __eq__(self, other: object) -> bool:
@@ -166,7 +166,7 @@ def _in_words_of_recipes(fault: WrongValueError) -> RecipeError:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as TOML and JSON have it.
+    """Return a value in the types of TOML and JSON.
 
     >>> plain({"file": PurePath("models", "math"), "range": (0, 4)})
     {'file': 'models/math', 'range': [0, 4]}

@@ -1,12 +1,12 @@
 """Values that change from layer to layer: a list of numbers spread evenly over a stack of layers.
 
-The first number is the first layer's and the last number the last layer's; between two numbers the
-value changes in a straight line. Tensors that stand outside the layers, such as embeddings, the
-last norm and the head, take the first number, and a stack of a single layer takes the last.
+The first number is for the first layer and the last number for the last layer; between two numbers
+the value is interpolated linearly. Tensors outside the layers, such as embeddings, the last norm
+and the head, take the first number, and a stack of a single layer takes the last.
 
 The blocks of a diffusion model have several names and follow each other, so they are one stack:
-input, middle and output blocks of a U-Net, double and single blocks of a transformer. 25 numbers
-are those of the 25 blocks of Stable Diffusion 1.5, 57 those of Flux.
+input, middle and output blocks of a U-Net, double and single blocks of a transformer. So 25 numbers
+set the 25 blocks of Stable Diffusion 1.5, and 57 those of Flux.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dare.tensors.names import PROJECTIONS
 
 Gradient = list[float]  # one number or more, from the first layer to the last
 
-OUTSIDE = Fraction(0)  # the depth of a tensor that stands in no layer
+OUTSIDE = Fraction(0)  # the depth of a tensor outside of all layers
 
 # Blocks that follow each other in one network: U-Nets and transformers, in files and diffusers.
 SEQUENCES: tuple[tuple[str, ...], ...] = (
@@ -29,8 +29,8 @@ SEQUENCES: tuple[tuple[str, ...], ...] = (
     ("transformer_blocks", "single_transformer_blocks"),
 )
 
-# The first of these in a name: the one middle block, a module outside the layers although its parts
-# are numbered, or a number. The text encoders in `conditioner.embedders` are no layers.
+# The first of these in a name: the only middle block, a module outside the layers although its
+# parts are numbered, or a number. The text encoders in `conditioner.embedders` are not layers.
 _PLACE = re.compile(
     r"(?:^|[./])(?P<middle>middle_block|mid_block)\."
     rf"|(?:^|[./])(?P<apart>{'|'.join(PROJECTIONS)}|diffusion_model\.out|final_layer\.adaLN_modulation"
@@ -45,23 +45,23 @@ def stack_and_layer(tensor: str) -> tuple[str, int] | None:
     >>> stack_and_layer("model.layers.12.mlp.experts.3.weight"), stack_and_layer("lm_head.weight")
     (('model.layers', 12), None)
     """
-    found = _PLACE.search(tensor)
-    if found is None or found["apart"]:
+    match = _PLACE.search(tensor)
+    if match is None or match["apart"]:
         return None
-    if found["middle"]:
-        return tensor[: found.end("middle")], 0
-    return tensor[: found.start()], int(found["layer"])
+    if match["middle"]:
+        return tensor[: match.end("middle")], 0
+    return tensor[: match.start()], int(match["layer"])
 
 
 def at_layer(tensor: str, layer: int) -> str:
-    """Return the name of a tensor of a layer as it is in another layer.
+    """Return the name that a tensor of a layer has in another layer.
 
     >>> at_layer("model.layers.12.mlp.experts.3.weight", 7)
     'model.layers.7.mlp.experts.3.weight'
     """
-    found = _PLACE.search(tensor)
-    assert found is not None  # it stands in a layer
-    return f"{tensor[: found.start('layer')]}{layer}{tensor[found.end('layer') :]}"
+    match = _PLACE.search(tensor)
+    assert match is not None  # the tensor is in a layer
+    return f"{tensor[: match.start('layer')]}{layer}{tensor[match.end('layer') :]}"
 
 
 def count_layers(tensors: Iterable[str]) -> dict[str, int]:
@@ -99,7 +99,7 @@ def _last_part(stack: str) -> str:
 def find_depths(tensors: Iterable[str], first_layer: int = 0) -> dict[str, Fraction]:
     """Return the depth of each tensor in its network: 0 is the first layer, 1 the last.
 
-    The first layer has another number if there are only some layers of a stack.
+    `first_layer` is the number of the first layer, for a part of a stack.
 
     >>> depths = find_depths(["embed.w", "h.0.w", "h.1.w", "h.4.w", "blocks.0.w"])
     >>> [str(depth) for depth in depths.values()]
@@ -110,12 +110,13 @@ def find_depths(tensors: Iterable[str], first_layer: int = 0) -> dict[str, Fract
     before, last = {}, {}
     for stacks in find_networks(counts):
         layers = [counts[stack] - first_layer for stack in stacks]
-        for place, stack in enumerate(stacks):
-            before[stack], last[stack] = sum(layers[:place]) - first_layer, sum(layers) - 1
+        for index, stack in enumerate(stacks):
+            before[stack], last[stack] = sum(layers[:index]) - first_layer, sum(layers) - 1
     depths = dict.fromkeys(names, OUTSIDE)
     for name in names:
-        if found := stack_and_layer(name):
-            deepest, layer = last[found[0]], before[found[0]] + found[1]
+        if place := stack_and_layer(name):
+            stack, number = place
+            deepest, layer = last[stack], before[stack] + number
             depths[name] = Fraction(layer, deepest) if deepest else Fraction(1)
     return depths
 

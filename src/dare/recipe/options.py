@@ -1,8 +1,7 @@
-"""What a recipe's file may say beside the merge: how it runs, and what a search around it tries.
+"""Other parts of a recipe's file than the merge: how it runs, and what a search around it tries.
 
-Neither changes a byte of an output. A file, a table, keywords or flags may say all of it; reading
-them gives a `Request`, a recipe with `RunOptions` beside it. A merge leaves the table `[search]`
-aside:
+Neither changes a byte of an output. They may be given by a file, a table, keywords or flags;
+reading them gives a `Request`, a recipe with `RunOptions`. A merge ignores the table `[search]`:
 
     [search]
     eval = "score.py:score"
@@ -28,13 +27,13 @@ from dare.recipe.entries import AnyPath, as_tuple, parse_size
 from dare.recipe.fields import NOT_RECORDED, Strict, described
 
 DEFAULT_MEMORY = 1 << 30
-"""The limit for buffers where `max_memory` is not given, if a method can do with it."""
+"""The limit for buffers if `max_memory` is not given, unless a method needs more."""
 
 Size = Annotated[int, Before(parse_size), Limits(gt=0, lt=1 << 63)]
 
 
 class RunOptions(Strict):
-    """Threads, memory, and the machines that work.
+    """Threads, memory, and the machines that do the work.
 
     >>> RunOptions(max_memory="512MiB").max_memory
     536870912
@@ -70,7 +69,7 @@ USUAL = RunOptions()
 
 
 Sampler = Literal["grid", "random", "tpe"]
-# Texts that earlier versions read as a formula; no score has such a name.
+# Texts that earlier versions read as formulas; no score has such a name.
 _FORMULA = re.compile(r"^-|[()+*]|\s[-/]\s|^(mean|min|max)?$")
 
 
@@ -103,7 +102,7 @@ class Range(Strict):
         return tuple(self.fitted(self.start + place * self.step) for place in range(count))
 
     def fitted(self, value: float) -> float:
-        """Return a value as settings have it: whole if the start and the step are."""
+        """Return a value for settings: a whole number if the start and the step are."""
         if self.step is None:
             return value
         is_whole = self.start.is_integer() and self.step.is_integer()

@@ -9,10 +9,10 @@ Three names and a rate are enough:
     [dare]
     drop_rate = 0.9
 
-Everything else has a default; `OTHER_NAMES` has other names of the first three. A stage's
-parameters stand in a table of its name. A model may be an inline table with a `weight`, a
-`seed` and parameters. `[[tensors]]` rules set parameters for the tensors whose names match. A list
-in place of a number is its values from the first layer to the last.
+Everything else has a default; `OTHER_NAMES` has other names for the first three. A stage's
+parameters are in a table with its name. A model may be an inline table with a `weight`, a `seed`
+and parameters. `[[tensors]]` rules set parameters for the tensors whose names match. A list in
+place of a number has the values from the first layer to the last.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _type_name(name: object) -> str | None:
 WeightType = Annotated[str | None, Before(_type_name)]
 Policy = Literal["error", "base"]
 POLICIES = ("error", "base", "union")  # for tokens that differ
-RESERVED = (*POLICIES, "auto")  # words that are no name of a model
+RESERVED = (*POLICIES, "auto")  # words that cannot be the name of a model
 
 
 def _as_entries(value: object) -> object:
@@ -222,7 +222,7 @@ class Recipe(AppliedSettings, Strict):
 
     @cached_property
     def token_rows(self) -> dict[str, tuple[int | None, TokenEntry]]:
-        """The rows of single tokens, each with the number of the input it is of; None: zeros."""
+        """The rows of single tokens, each with the number of its input; None for zeros."""
         return {
             token: (
                 None if row.model is None else self.number_of(row.model, f"tokens.{token}"),
@@ -232,14 +232,14 @@ class Recipe(AppliedSettings, Strict):
         }
 
     def described_tokens(self) -> dict[str, list[Any]]:
-        """Return the rows of single tokens as plain values without paths: models by number."""
+        """Return the rows of single tokens as plain values, with numbers instead of paths."""
         rows = self.token_rows.items()
         return {token: [number, row.token, row.id, row.force] for token, (number, row) in rows}
 
     def changed(self, **fields: Any) -> Self:
         """Return a recipe with some fields changed, checked like any other.
 
-        A copy that gives other weights drops the digest that a manifest demands.
+        A copy with other merged weights drops the digest that a manifest demands.
         """
         others = {"output_digest": None} if fields.keys() - self.marked(SAME_WEIGHTS) else {}
         return super().changed(**others | fields)
@@ -251,7 +251,7 @@ class Recipe(AppliedSettings, Strict):
 
     @property
     def named(self) -> dict[str, Path]:
-        """All that it names as a base or a model: files, directories and its own merges."""
+        """Everything that it names as a base or a model: files, directories and its merges."""
         inner = (*self.merges.values(), *self.layers)
         files = [self.base, *(entry.file for entry in self.models)]
         files += (file for recipe in inner for file in recipe.merged_models)
@@ -259,21 +259,21 @@ class Recipe(AppliedSettings, Strict):
 
     @property
     def read_files(self) -> tuple[Path, ...]:
-        """The base, the models and the file of what was gathered, as digests are listed."""
+        """The base, the models and the gathered file, in the order of digests."""
         files = self.base, *(entry.file for entry in self.models)
         return (*files, self.gathered) if self.gathered else files
 
     @property
     def merged_models(self) -> tuple[Path, ...]:
-        """All models that it reads, base first; those of merges in it too."""
+        """All models that it reads, base first, also those of inner merges."""
         return tuple(file for name, file in self.named.items() if name not in self.merges)
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """All files and directories that it reads: models, and what was gathered of them."""
+        """All files and directories that it reads: models, and gathered files."""
         inner = (f for recipe in (*self.merges.values(), *self.layers) for f in recipe.inputs)
-        own = [self.gathered] if self.gathered else []
-        files = dict.fromkeys((*self.merged_models, *inner, *own))
+        gathered = [self.gathered] if self.gathered else []
+        files = dict.fromkeys((*self.merged_models, *inner, *gathered))
         return tuple(file for file in files if str(file) not in self.merges)
 
     @property
@@ -288,7 +288,7 @@ class Recipe(AppliedSettings, Strict):
     def to_tables(self) -> dict[str, Any]:
         """Return the recipe as plain tables, as people write it, without defaults.
 
-        A given threshold stays, whatever its value: to give it means something.
+        A given threshold stays even if it is the default, because giving it has an effect.
         """
         tables = super().to_tables()
         tables |= {"delta_threshold": self.delta_threshold} if self.has_given_threshold else {}
@@ -310,24 +310,24 @@ class Recipe(AppliedSettings, Strict):
         }
 
     def to_document(self) -> dict[str, Any]:
-        """Return the tables as manifests hold them: with the files in a table [models]."""
+        """Return the tables as in manifests, with the files in a table [models]."""
         return Request(self).to_document()
 
 
 class Layers(Recipe):
-    """A range of layers of a stack: those of the base, or a merge of its own."""
+    """A range of layers of a stack: layers of the base, or the result of a merge."""
 
     range: Span = described("The first layer, and the one after the last.")
 
     def to_tables(self) -> dict[str, Any]:
-        """Return it as people write it: a range of a model as it is has nothing else."""
+        """Return it as people write it: an unmerged range has only its model and range."""
         tables = super().to_tables()
         rest = {k: v for k, v in tables.items() if k not in ("base", "models", "method")}
         return tables if self.models else {"model": tables["base"], **rest}
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what does not go together, where each value alone may be right."""
+    """Yield problems with values that do not go together, although each may be valid."""
     names = {method: [stage.name for stage, _ in c] for method, c in recipe.chains.items()}
     for name in recipe.stages:
         if name not in STAGES:
@@ -341,7 +341,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield from _override_problems(recipe, rule, f"{rule}: ", indices is None)
     if "" in recipe.tokens:
         yield "tokens: a token has no characters; leave it out"
-    _ = recipe.vocabulary_of, recipe.token_rows  # refuse models that are not there
+    _ = recipe.vocabulary_of, recipe.token_rows  # these refuse unknown models
     takes_models = recipe.chain.combine.models != 0
     if recipe.layers and (recipe.models or takes_models):
         yield "[[layers]]: models and method belong in its entries, or in [merges.NAME]"

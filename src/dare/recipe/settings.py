@@ -97,12 +97,12 @@ def _apply_settings(
         if name not in known:
             meant = did_you_mean(name, (*known, *CALL_ARGUMENTS))
             raise RecipeError(f"{spell(name)}: not known{meant}")
-    # A number of NumPy's is one of Python's, or no file could say it.
+    # NumPy's numbers become Python's, which can be written to files.
     given = {n: v.item() if isinstance(v, np.generic) else v for n, v in given.items()}
     fields = {name: value for name, value in given.items() if name in KEYS}
     if not isinstance(fields.get("stages", {}), Mapping):
         raise RecipeError(f"{spell('stages')}: must be a dict of stages, each with its parameters")
-    if isinstance(fields.get("method"), str):  # what is given with it must suit it all the same
+    if isinstance(fields.get("method"), str):  # drops what the recipe has for another method
         document["method"] = fields["method"]
         _remove_unused(document)
     for stage, table in fields.pop("stages", {}).items():
@@ -114,13 +114,13 @@ def _apply_settings(
     for name, key in PER_MODEL.items():
         if name in given:
             value, models = given[name], document.get("models")
-            if not isinstance(value, list | tuple):  # one for all
+            if not isinstance(value, list | tuple):  # one value for all models
                 value = [value] * (len(models) if isinstance(models, list | tuple) else 1)
             _set_for_models(document, key, value, spell(name))
     asked = [name for name in parameter_names() if name in given]
     method = document.get("method", DEFAULT_METHOD)
     if not asked or not isinstance(method, str):
-        return  # the check of the recipe says what is wrong with a method that is not text
+        return  # the check of the recipe reports a method that is not text
     chains = list(map(parse_method, _methods(document)))
     for name in asked:
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
@@ -141,7 +141,7 @@ def _as_dict(value: object) -> dict[str, Any]:
 
 
 def parameter_names() -> list[str]:
-    """List every parameter that a stage has, once; those of installed packages too."""
+    """List the parameters of all stages, also of installed packages, each once."""
     load_installed_stages()
     return list(dict.fromkeys(name for stage in STAGES.values() for name in stage.parameters))
 
@@ -152,8 +152,8 @@ def parameter_names() -> list[str]:
 def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe with some of its settings changed, checked like any other.
 
-    Parameters that only the stages of another method take are left out with them. A setting that
-    has no effect is refused; `has_effect` tells.
+    Parameters that only stages of another method take are left out with them. A setting without
+    effect is refused; see `has_effect`.
 
     >>> recipe = Recipe(base="b", models=["math", "code"], stages={"dare": {"drop_rate": 0.5}})
     >>> changed = with_settings(recipe, {"method": "trim+ties", "weight.math": 0.7, "scale": 2.0})
@@ -183,22 +183,22 @@ def with_settings(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 
 def get_by_name(recipe: Recipe, name: str) -> Any:
-    """Return the value of a setting in a recipe; of several models, the mean."""
+    """Return the value of a setting in a recipe; the mean if it differs between models."""
     first, dot, rest = name.partition(".")
     names = recipe.names
     if not dot and name in FIELDS:
         return getattr(recipe, name)
     if dot and first in {stage.name for stage, _ in recipe.chain}:
         return next(s[rest] for stage, s in recipe.chain if stage.name == first)
-    chosen = [number for number, own in enumerate(names) if not dot or own == rest]
+    chosen = [number for number, model in enumerate(names) if not dot or model == rest]
     if first == "weight" and chosen:
         return float(np.mean([mean_value(recipe.weights()[model]) for model in chosen]))
     joint = [settings for stage, settings in recipe.chain if stage.kind != "delta"]
     values = [
-        own[first]
+        settings[first]
         for model in chosen
-        for own in (*recipe.settings_for("", model), *joint)
-        if first in own
+        for settings in (*recipe.settings_for("", model), *joint)
+        if first in settings
     ]
     if values and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         return float(np.mean(values))
@@ -206,7 +206,7 @@ def get_by_name(recipe: Recipe, name: str) -> Any:
 
 
 def _set_by_name(document: dict[str, Any], name: str, value: Any, models: Sequence[str]) -> None:
-    """Set what a name stands for in the tables of a recipe whose models have these names."""
+    """Set the setting with a name in the tables of a recipe whose models have these names."""
     chain = parse_method(document.get("method", DEFAULT_METHOD))
     first, dot, rest = name.partition(".")
     if not dot and name in FIELDS:
@@ -271,14 +271,14 @@ def _remove_unused(document: dict[str, Any]) -> None:
 def _set_parameter(
     document: dict[str, Any], chain: Sequence[Stage], name: str, values: list[Any], shown: str
 ) -> None:
-    """Set a stage's parameter for all models, or for each its own; `shown` is its name to users."""
+    """Set a stage's parameter for all models, or for each one; `shown` is its name for users."""
     owner = _find_owner(chain, name, shown)
     if not isinstance(document.setdefault(owner.name, {}), dict):
-        return  # the check of the recipe will say it
+        return  # the check of the recipe will report it
     if len(values) == 1:
         document[owner.name][name] = values[0]
         if isinstance(document.get("models"), list | tuple):
-            document["models"] = [  # no model has a value of its own any longer
+            document["models"] = [  # models lose their own values
                 {key: entry[key] for key in entry if key != name}
                 if isinstance(entry, dict)
                 else entry
@@ -294,7 +294,7 @@ def _find_owner(chain: Sequence[Stage], name: str, shown: str) -> Stage:
     owners = [
         stage
         for stage in takers(chain, name)
-        if STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that one's is meant
+        if STAGES.get(IMPLIED.get((stage.name, name), "")) not in chain  # else that stage has it
     ]
     method = "+".join(stage.name for stage in chain)
     if not owners:
@@ -337,7 +337,7 @@ def _model_tables(document: dict[str, Any]) -> list[Any]:
 
 
 def with_files(recipe: _Recipe, base: Path, files: Sequence[Path], output: Path | None) -> _Recipe:
-    """Return the recipe with its files elsewhere; what names a model means the same one."""
+    """Return the recipe with its files elsewhere; words that name a model are adjusted."""
     entries = tuple(
         entry.changed(file=file) for entry, file in zip(recipe.models, files, strict=True)
     )
@@ -348,7 +348,7 @@ def with_files(recipe: _Recipe, base: Path, files: Sequence[Path], output: Path 
 
 
 def moved(recipe: _Recipe, move: Callable[[Path], Path], output: Path | None = None) -> _Recipe:
-    """Return the recipe with all that it reads elsewhere, and another output."""
+    """Return the recipe with all files that it reads elsewhere, and another output."""
 
     def place(file: Path) -> Path:
         return file if str(file) in recipe.merges else move(file)
@@ -364,7 +364,7 @@ def moved(recipe: _Recipe, move: Callable[[Path], Path], output: Path | None = N
 
 
 def _renamed(recipe: Recipe, names: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that name inputs, with other names for these."""
+    """Return the fields that name inputs, with new names for them."""
 
     def named(word: str | None) -> str | None:
         if word is None or word in RESERVED or "{" in word:
@@ -380,12 +380,12 @@ def _renamed(recipe: Recipe, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _rules_of(recipe: Recipe, files: Mapping[int, Path]) -> tuple[TensorRule, ...]:
-    """Return the rules that concern some models, by number, with the files that these get."""
+    """Return the rules for some models, given by number with their new files."""
     rules = []
     for rule, indices in recipe.rules:
-        own = tuple(str(files[index]) for index in indices or () if index in files)
-        if indices is None or own:
-            rules.append(rule if indices is None else rule.changed(model=own))
+        models = tuple(str(files[index]) for index in indices or () if index in files)
+        if indices is None or models:
+            rules.append(rule if indices is None else rule.changed(model=models))
     return tuple(rules)
 
 

@@ -1,12 +1,12 @@
 """From a mergekit configuration (YAML) to a recipe.
 
-A conversion gives the weights that mergekit gives, but for the differences that it names. What has
-no equal here is refused, with the file, the line and a remedy. Keys that mergekit ignores without
-a word are ignored too, and noted.
+A conversion gives the same weights as mergekit, except for the differences that it names. Settings
+without an equivalent are refused, with the file, the line and a remedy. Keys that mergekit silently
+ignores are also ignored, and noted.
 
-A file becomes `nodes`, those a `configuration` for each of its documents; the `methods` make drafts
-of its parts. The last document, or the one without a name, is the recipe, the others are `merges`
-that it may name as its models; so is a model with an adapter.
+A file becomes `nodes`, and these a `configuration` for each of its documents; the `methods` make
+drafts of its parts. The last document, or the one without a name, is the recipe; the others are
+`merges` that it may name as its models, and so is a model with an adapter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Conversion:
 
     source: Path
     document: dict[str, Any]  # the recipe's tables
-    differences: tuple[str, ...]  # every known reason for which the weights will not be mergekit's
+    differences: tuple[str, ...]  # every known reason why the weights will differ from mergekit's
     # Keys that were left out because they change nothing.
     notes: tuple[str, ...]
 
@@ -52,7 +52,7 @@ class Conversion:
         return "; ".join([*([", ".join(words)] if words else []), *left_out])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, ready for JSON."""
+        """Return everything as plain values, ready for JSON."""
         return {
             "recipe": self.recipe.to_document(),
             "differences": list(self.differences),
@@ -82,7 +82,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
         root.require(config.name not in recipes, twice)
         recipes[config.name] = _tables(config, differences)
         ends = [to_path(part.inputs[0].model) for part in (config.parts[0], config.parts[-1])]
-        with suppress(DareError):  # the merge says what is wrong with a model
+        with suppress(DareError):  # the merge will report problems with a model
             for model in filter(is_there, (to_path(config.base or ends[0]), ends[-1])):
                 names = " ".join(tensors_of(model))
                 if re.search(r"\.experts\.\d+\.", names):
@@ -90,7 +90,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
                 if ends[0] != ends[-1] and "embed_tokens" in names and "lm_head" not in names:
                     differences[KNOWN["differences"]["tied"]] = None
     document = recipes.pop(None if None in recipes else list(recipes)[-1])
-    for tables in recipes.values():  # a part has no template of its own
+    for tables in recipes.values():  # an inner merge has no chat template
         template = tables.pop("chat_template", None)
         document = ({"chat_template": template} if template else {}) | document
     merges = {str(name): tables for name, tables in recipes.items()} | reading.merges
@@ -103,7 +103,7 @@ def convert(file: Path, tensors_of: TensorsOf) -> Conversion:
 
 
 def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
-    """Return the tables of a recipe, and add what is different to `differences`."""
+    """Return the tables of a recipe, and add to `differences`."""
     drafts = [Draft(part) for part in config.parts]
     for draft in drafts:
         METHODS[draft.part.method].convert(draft)
@@ -123,14 +123,14 @@ def _tables(config: Config, differences: dict[str, None]) -> dict[str, Any]:
 
 
 def _note_unused_keys(part: Part) -> None:
-    """Note the keys that mergekit knows and that change nothing where they stand."""
+    """Note the keys that mergekit knows but that have no effect in their place."""
     method = METHODS[part.method]
     weighs_base = part.method in ("linear", "karcher", "passthrough")
     places = [(scope, (*method.of_models, *method.of_all), part.method) for scope in part.shared]
     for given in part.inputs:
         useful = method.of_models if weighs_base or given.model != part.base else ()
-        own = [scope for scope in given.scopes if scope not in part.shared]
-        places += [(scope, useful, given.model) for scope in own]
+        of_model = [scope for scope in given.scopes if scope not in part.shared]
+        places += [(scope, useful, given.model) for scope in of_model]
     for scope, useful, where in places:
         for key, node in scope.table.items():
             if key not in useful:

@@ -24,16 +24,16 @@ MODULES = {name: tuple(texts) for name, texts in KNOWN["modules"].items()}
 
 @dataclass(frozen=True)
 class Part:
-    """Layers of the output, or all of it, and what is merged there."""
+    """Layers of the output, or all of it, with the inputs to merge."""
 
     node: Node
     method: str
     base: str | None
     inputs: tuple[Input, ...]
-    shared: tuple[Scope, ...]  # parameters that are no model's own, strongest first
+    shared: tuple[Scope, ...]  # parameters for all models, highest priority first
 
     def others(self) -> tuple[Input, ...]:
-        """Return the inputs but the base."""
+        """Return the inputs except the base."""
         return tuple(given for given in self.inputs if given.model != self.base)
 
 
@@ -44,7 +44,7 @@ class Config:
     name: str | None
     base: str | None
     parts: tuple[Part, ...]
-    is_stack: bool  # of layers; else the one part is the whole model
+    is_stack: bool  # True for a stack of layers; else the only part is the whole model
     computes_in: str | None
     # Keys of a recipe that no method changes: type, tokenizer and chat template.
     keys: Mapping[str, Any]
@@ -75,24 +75,24 @@ def read_config(root: Node, methods: Collection[str], tensors_of: TensorsOf) -> 
         parts = _parts_of_modules(table["modules"], method, base, shared, tensors_of)
     else:
         items = as_items(table["models"], "models")
-        found = tuple(_input(item, "a model", shared) for item in items)
-        parts = (Part(node, method, base, _with_base(found, base, items[0], shared), shared),)
+        models = tuple(_input(item, "a model", shared) for item in items)
+        parts = (Part(node, method, base, _with_base(models, base, items[0], shared), shared),)
     for part in parts:
         for given in part.inputs:
             first = next(other for other in part.inputs if other.model == given.model)
             text = f"{given.model}: is already given on line {first.node.line}"
             given.node.require(given is first, text)
     types = {key: _storage_type(table[key]) for key in ("dtype", "out_dtype") if key in table}
-    models = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
-    keys = _tokenizer(table, base or models[0], models)
+    names = list(dict.fromkeys(given.model for part in parts for given in part.inputs))
+    keys = _tokenizer(table, base or names[0], names)
     if "chat_template" in table:
         keys["chat_template"] = as_text(table["chat_template"], "chat_template")
     if keys.get("vocabulary", "base") != "base" or ("vocabulary" in keys and not base):
         keys["new_rows"] = "merge" if base else "merge_all"
     if stored := types.get("out_dtype", types.get("dtype")):
         keys["dtype"] = stored
-    names = [as_text(table[key], key) for key in ("name", "out_path") if key in table]
-    name = str(to_path(names[0])) if names else None
+    own_names = [as_text(table[key], key) for key in ("name", "out_path") if key in table]
+    name = str(to_path(own_names[0])) if own_names else None
     is_stack = len(parts) > 1 or not _is_whole(parts[0], tensors_of)
     return Config(name, base, parts, is_stack, types.get("dtype"), keys)
 
@@ -117,7 +117,7 @@ def _base(table: Table) -> str | None:
 
 
 def _reference(node: Node) -> str:
-    """Return the path or name of a model; with an adapter it is a merge of its own."""
+    """Return the path or name of a model; a model with an adapter becomes an inner merge."""
     if isinstance(node.value, dict):
         known = ("model", "lora", "override_architecture")
         table = as_table(node, known, "a model", required="model")
@@ -189,13 +189,13 @@ def _span(node: Node) -> tuple[int, int]:
 
 
 def _is_whole(part: Part, tensors_of: TensorsOf, module: tuple[str, ...] | None = None) -> bool:
-    """Tell if a part is known to be all layers of its models, or of a module of them."""
+    """Tell if a part has all layers of its models, or of a module, as far as is known."""
     spans = {given.span for given in part.inputs if given.span}
     model = to_path(part.base or part.inputs[0].model)
     if len(spans) == 1 and is_there(model):
         texts = module or [text for known in MODULES.values() for text in known]
-        own = [name for name in tensors_of(model) if any(t in name for t in texts) == bool(module)]
-        counts = count_layers(tensors_of(model) if module is None else own).values()
+        inside = [n for n in tensors_of(model) if any(t in n for t in texts) == bool(module)]
+        counts = count_layers(tensors_of(model) if module is None else inside).values()
         return spans <= {(0, count) for count in [*counts] or [0]}
     return not spans
 
@@ -203,9 +203,9 @@ def _is_whole(part: Part, tensors_of: TensorsOf, module: tuple[str, ...] | None 
 def _parts_of_modules(
     node: Node, method: str, base: str | None, shared: tuple[Scope, ...], tensors_of: TensorsOf
 ) -> tuple[Part, ...]:
-    """Read modules: parts of a model that have parameters of their own, and the same models."""
+    """Read modules: parts of a model with their own parameters, and the same models."""
     node.require(isinstance(node.value, dict) and node.value, "modules: must be a table of modules")
-    found = []
+    modules = []
     rank = [*MODULES]
     for name in sorted(node.value, key=lambda n: rank.index(n) if n in MODULES else -1):
         module = MODULES.get(name, (name,)) if len(node.value) > 1 else None
@@ -218,27 +218,27 @@ def _parts_of_modules(
             is_whole = len(parts) == 1 and _is_whole(parts[0], tensors_of, module)
             text = "slices: only the layers of a model with one module can be stacked"
             table["slices"].require(is_whole and parts[0].base == base, f"{text}; give all of them")
-            found.append((parts[0].node, [*parts[0].inputs], parts[0].shared))
+            modules.append((parts[0].node, [*parts[0].inputs], parts[0].shared))
             continue
         items = as_items(table.get("models", node.value[name]), "models")
-        found.append((items[0], [_input(item, "a model", scopes) for item in items], scopes))
-    first, inputs, _ = found[0]
+        modules.append((items[0], [_input(item, "a model", scopes) for item in items], scopes))
+    first, inputs, _ = modules[0]
     names = [given.model for given in inputs]
-    for item, others, _ in found[1:]:
+    for item, others, _ in modules[1:]:
         same = [given.model for given in others] == names
         item.require(same, "modules: each must have the same models, in the same order")
-    scopes = _joined([own for *_, own in found])
+    scopes = _joined([of_module for *_, of_module in modules])
     merged = tuple(
-        Input(given.model, given.node, _joined([others[number].scopes for _, others, _ in found]))
+        Input(given.model, given.node, _joined([others[number].scopes for _, others, _ in modules]))
         for number, given in enumerate(inputs)
     )
     return (Part(first, method, base, _with_base(merged, base, first, scopes), scopes),)
 
 
 def _joined(modules: Sequence[tuple[Scope, ...]]) -> tuple[Scope, ...]:
-    """Return the scopes of all modules, those of the whole model, which they share, last."""
-    own = [scope for scopes in modules for scope in scopes if scope.module is not None]
-    return (*own, *(scope for scope in modules[0] if scope.module is None))
+    """Return the scopes of all modules; those of the whole model, which they share, come last."""
+    of_modules = [scope for scopes in modules for scope in scopes if scope.module is not None]
+    return (*of_modules, *(scope for scope in modules[0] if scope.module is None))
 
 
 # ---------------------------------------------------------------- type, tokenizer, chat template
@@ -254,24 +254,24 @@ def _storage_type(node: Node) -> str:
 
 
 def _tokenizer(table: Table, base: str, models: list[str]) -> dict[str, Any]:
-    """Return the origin of the output's tokens: a policy, or one of the models; and their rows."""
+    """Return keys for the output's tokens: a policy or one of the models, and single rows."""
     source = table.get("tokenizer_source")
     if "tokenizer" not in table:
         return {} if source is None else _vocabulary(source, base, models)
     table["tokenizer"].require(source is None, "give either tokenizer or tokenizer_source")
     known = ("source", "tokens", "pad_to_multiple_of")
     given = as_table(table["tokenizer"], known, "the tokenizer")
-    found: dict[str, Any] = {"vocabulary": "union"}
+    keys: dict[str, Any] = {"vocabulary": "union"}
     if "source" in given:
-        found = _vocabulary(given["source"], base, models)
+        keys = _vocabulary(given["source"], base, models)
     if "pad_to_multiple_of" in given:
-        found["pad_to_multiple_of"] = given["pad_to_multiple_of"].value
+        keys["pad_to_multiple_of"] = given["pad_to_multiple_of"].value
     tokens = given["tokens"].value if "tokens" in given else {}
     given.get("tokens", table["tokenizer"]).require(
         isinstance(tokens, dict), "tokens: must be a table of tokens"
     )
     rows = {token: _token(node, base, models) for token, node in tokens.items()}
-    return found | ({"tokens": rows} if rows else {})
+    return keys | ({"tokens": rows} if rows else {})
 
 
 def _vocabulary(node: Node, base: str, models: list[str]) -> dict[str, Any]:

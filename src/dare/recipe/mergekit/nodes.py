@@ -1,11 +1,11 @@
 """A YAML file as values that know their lines, for messages.
 
-Parameters have a value for each tensor, by mergekit's rules: a model's come before those of its
-slice, those before the ones of the whole configuration. A filter matches names that contain its
-text, and the first that matches counts. A list of numbers runs over the layers.
+Parameters have a value for each tensor, by mergekit's rules: a model's parameters have priority
+over those of its slice, and these over the whole configuration's. A filter matches names that
+contain its text, and the first match counts. A list of numbers is spread over the layers.
 
-Aliases and merge keys let a few lines stand for billions of values. They are counted before any of
-them is followed.
+With aliases and merge keys, a few lines can mean billions of values. Values are counted before any
+alias is followed.
 """
 
 from __future__ import annotations
