@@ -1,4 +1,4 @@
-"""Inputs that a merge refuses: elements that are not finite, and models that are there by mistake.
+"""Inputs that a merge refuses: elements that are not finite, and models given by mistake.
 
 Finding what is not finite costs nothing: the figures of every chunk hold its largest |δ| and the
 numbers of results that overflow and that are NaN, and only where these say so are the stored
@@ -7,8 +7,8 @@ change and never refused. Finite inputs whose result is not finite in the output
 
 A pattern such as `*.safetensors` also catches the base, the same model again, or an earlier output
 of the merge. Files are known by device and inode, so that a link is known for what it leads to.
-To force it, give a weight or a seed: a model with settings of its own is taken as it is.
-The base belongs there only in an interpolation. Copies under other names are found by weights.
+To force it, give a weight or a seed: a model with its own settings is accepted. The base may be
+among the models only in an interpolation. Copies under other names are found by their weights.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _refusal(plan: Plan, tensor: TensorPlan, models: Sequence[int]) -> str:
 
 EarlierInput = tuple[Path, Path]  # as an earlier manifest names it, and where that leads
 FindInputs = Callable[[Path], Iterable[Sequence[EarlierInput]]]
-SHORT_LIST = 6  # up to so many models are written out in a message
+SHORT_LIST = 6  # the most models that are written out in a message
 
 
 def check_inputs(

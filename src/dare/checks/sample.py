@@ -1,17 +1,17 @@
-"""A sample of the weights, which shows before a merge what would surprise its user.
+"""A sample of the weights, which shows surprising properties before a merge.
 
-Some rows, spread over the model, are enough to tell a fine-tune from another model, a LoRA's
-low-rank delta from a full one, and two models from one that is there twice. It takes milliseconds
-and proves nothing: only tensors that are not finite are read again, whole.
+A few rows, spread over the model, are enough to distinguish a fine-tune from an unrelated model, a
+LoRA's low-rank delta from a full one, and two models from one that is given twice. It takes
+milliseconds and proves nothing: only tensors that are not finite are read again, whole.
 
-Whether a change has a low rank, as a LoRA's, is told among the noise of rounding. Noise of standard
+A low rank, as of a LoRA, must be recognised among the noise of rounding. Noise of standard
 deviation s in a matrix of m rows and n columns has singular values up to about s·(√m + √n),
-distributed by the law of Marchenko and Pastur. The median of the singular values tells how strong
-the noise is: a few strong directions hardly move it. They are taken out and the noise is estimated
-again, until their number stays the same. The edge includes two standard units of the largest one's
-own fluctuation (Tracy-Widom), which one noise matrix in a hundred exceeds. A single large element
-makes a direction of its own, and so does a large row or column: they are left out
-(`without_spikes`, `without_lines`).
+distributed by the law of Marchenko and Pastur. The median of the singular values shows how strong
+the noise is: a few strong directions hardly change it. They are removed and the noise is estimated
+again, until their number stays the same. The edge includes two standard units of the fluctuation of
+the largest value (Tracy-Widom), which one noise matrix in a hundred exceeds. A single large element
+is a direction by itself, and so is a large row or column: they are left out (`without_spikes`,
+`without_lines`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDEST_READ_WHOLE = 4096  # rows up to this width are faster read whole, all at 
 
 
 def evenly_spread(length: int, most: int) -> list[int]:
-    """Return at most so many places in a length, each in the middle of its part.
+    """Return at most `most` places in a length, each in the middle of its part.
 
     >>> evenly_spread(100, 4), evenly_spread(3, 4)
     ([12, 37, 62, 87], [0, 1, 2])
@@ -63,10 +63,10 @@ class SampledMatrix:
     @cached_property
     def inliers(self) -> Floats:
         """The delta with zeros in place of its outliers."""
-        usual = math.sqrt(sum_of_squares(self.base) / self.base.size)
-        if not np.isfinite(usual):
+        base_size = math.sqrt(sum_of_squares(self.base) / self.base.size)
+        if not np.isfinite(base_size):
             return self.delta
-        bound = bin_edge(outlier_bin(Magnitudes.of(self.delta), self.delta.size, usual))
+        bound = bin_edge(outlier_bin(Magnitudes.of(self.delta), self.delta.size, base_size))
         return np.where(np.abs(self.delta) < bound, self.delta, np.float32(0))
 
     @property
@@ -254,12 +254,12 @@ def _low_rank(source: Source, sample: Sequence[SampledMatrix]) -> int | None:
 
 
 MIN_SIDE = 32  # matrices with fewer rows or columns say nothing about rank
-LOW_RANK_SHARE = 0.5  # of the energy: what the directions of a low rank usually hold at least
-CLIFF = 1.5  # how many times as strong the last direction of a low rank is as the next, at least …
-FEW_PART = 16  # … unless all that stand out are fewer than this part of the directions
-SPIKE = 5.0  # an element so many times what its row and column predict is left out
+LOW_RANK_SHARE = 0.5  # the least share of the energy that the directions of a low rank usually hold
+CLIFF = 1.5  # the last direction of a low rank is at least this times as strong as the next …
+FEW_PART = 16  # … unless fewer than one in this many directions stand out
+SPIKE = 5.0  # an element above this times the prediction by its row and column is left out
 NEGLIGIBLE_TAIL = 0.01  # share of the energy outside a low rank that rounding need not explain
-LINE = 16.0  # a row or column with so many times the usual energy is left out
+LINE = 16.0  # a row or column with more than this times the median energy is left out
 
 # The energy that came into a delta when it was stored, and the share of all the energy that a low
 # rank holds beside it, at least.
@@ -302,8 +302,8 @@ def find_low_rank(delta: Floats, rounding: Rounding = UNROUNDED) -> int | None:
 def without_lines(delta: Floats, rounding: Rounding) -> Floats:
     """Return the matrix without rows and columns that are far larger than the others.
 
-    One of them is a direction of its own, whatever the others are; a low rank stays what it is
-    without them. The same matrix if there are none, or if the others are only rounding.
+    Each of them is a direction by itself; without them, a low rank stays the same. Return the same
+    matrix if there are none, or if the others are only rounding.
     """
     rest = delta
     for axis in (0, 1, 0, 1):

@@ -1,8 +1,8 @@
 """From a base and a fine-tune of it to a delta file.
 
-What is kept is what a merge of this one model by DARE would keep: plan and masks are those of the
-merge, and only the last step differs. For a lossless file the plan copies the model, with the base
-beside it.
+A delta file keeps the changes that a merge of this one model by DARE would keep: plan and masks are
+those of the merge, and only the last step differs. For a lossless file the plan copies the model,
+and compares it with the base.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class DeltaReport(FileReport):
         )
 
     def document(self) -> Document:
-        """Return what the file holds, and what to do with it."""
+        """Return a document of the file's content, and what to do with it."""
         output = shlex.quote(str(self.output))
         each = f"{self.bits_per_parameter:.3g} bits for each parameter"
         smaller = f"{self.ratio:.1f} times smaller than the model ({each})"
@@ -227,7 +227,7 @@ class Compression(Work[DeltaReport]):
         return report
 
     def _report(self, notes: DeltaNotes, records: Sequence[Record]) -> DeltaReport:
-        """Add the figures of all chunks up."""
+        """Add up the figures of all chunks."""
         plan, is_lossless, size = self.plan, notes.scheme == "lossless", self._sink.size
         model = plan.base if is_lossless else plan.models[0]  # see _plan_lossless
         model_bytes = sum(file.stat().st_size for file in model.files)
@@ -270,7 +270,7 @@ class Compression(Work[DeltaReport]):
             return tuple(
                 found.with_texts(lambda text: without_folders(text, known))
                 for found in notices
-                if found.code != LEFTOVERS  # it speaks of this machine
+                if found.code != LEFTOVERS  # it names folders of this machine
             )
 
         shown = replace(report, notes=portable(report.notes), warnings=portable(report.warnings))
@@ -285,7 +285,7 @@ class Compression(Work[DeltaReport]):
         }
 
     def _assemble(self, records: Records) -> DeltaNotes:
-        """Put the pieces into their places; return the notes of the header, but for their check."""
+        """Put the pieces into their places; return the notes of the header, without their check."""
         notes = self.describe(records)
         described: list[Described] = []
         pieces: dict[str, list[tuple[int, int] | bytes]] = defaultdict(list)
@@ -324,7 +324,7 @@ def _metadata(notes: DeltaNotes) -> dict[str, str]:
 
 
 def _root(part: float, whole: float) -> float:
-    if part <= 0:  # below 0 by rounding, if next to nothing is dropped
+    if part <= 0:  # rounding can make it negative, if almost nothing is dropped
         return 0.0
     return math.sqrt(part / whole) if whole > 0 else math.inf
 
@@ -346,7 +346,7 @@ def _make_notes(
     )
 
 
-# ---------------------------------------------------------------- what is kept of a change
+# ---------------------------------------------------------------- lossy files
 
 
 def _plan_lossy(
@@ -357,7 +357,7 @@ def _plan_lossy(
     drop_rates: Mapping[str, float],
     embedding_drop_rate: float | None,
 ) -> Compression:
-    """Pack what a scheme keeps; `given` are fields of a recipe."""
+    """Plan to pack the changes that a scheme keeps; `given` are fields of a recipe."""
     method, stage = find_stage(adds_up=True).name, find_stage(for_delta_files=True)
     asked = Request.of(**given, method=method, seed=seed)
     recipe, inputs = open_recipe(asked.recipe, asked.options)
@@ -389,7 +389,7 @@ def _plan_lossy(
         return _make_notes(inputs.base, model, stored, files, **kind, **known)
 
     settings = {
-        "keep": "random",  # so that what earlier versions began goes on
+        "keep": "random",  # so that files begun by earlier versions can be continued
         "drop_rate": scheme.drop_rate,
         "bits": scheme.bits,
         "seed": seed,
@@ -399,7 +399,7 @@ def _plan_lossy(
 
 
 def _with_warnings(plan: Plan) -> Plan:
-    """Return the plan with warnings from a sample, and advice where a LoRA can hold the change."""
+    """Return the plan with warnings from a sample, and advice if a LoRA can hold the change."""
     sample = sample_models(plan, finds_rank=True)
     notices = [found for found in sample.notices if found.code != "low_rank"]
     (rank,), (entry,) = sample.low_ranks, plan.recipe.models
@@ -432,11 +432,11 @@ def _kept_tensor(tensor: TensorPlan, model: Source, records: Sequence[Record]) -
     )
 
 
-# ---------------------------------------------------------------- all of a model
+# ---------------------------------------------------------------- lossless files
 
 
 def _plan_lossless(given: Mapping[str, Any], target: Path) -> Compression:
-    """Code the files of a model against those of its base."""
+    """Plan to code the files of a model against those of its base."""
     asked = Request.of(**given, method=find_stage(adds_up=True).name)
     recipe, options = asked.recipe, asked.options
     (entry,) = recipe.models
@@ -482,7 +482,7 @@ def _open_files(path: Path) -> FileSource:
 
 
 def _copied(info: TensorInfo, base: Source) -> TensorPlan:
-    """Plan a tensor of the model, with the base's where that is of the same type and shape."""
+    """Plan a tensor of the model, with the base's if it has the same type and shape."""
     other = base.tensors.get(info.name)
     is_like = other is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
     models = (0,) if is_like else ()
@@ -502,11 +502,11 @@ def _coded_tensor(tensor: TensorPlan, base: Source, records: Sequence[Record]) -
     )
 
 
-# ---------------------------------------------------------------- what lies beside the weights
+# ---------------------------------------------------------------- files beside the weights
 
 
 def _files_beside(base: Path | None, model: Path | None) -> dict[str, tuple[StoredFile, bytes]]:
-    """Return the model's other files, such as its tokenizer; those as in the base hold no bytes."""
+    """Return the model's other files, such as its tokenizer; those as in the base are empty."""
     files: dict[str, tuple[StoredFile, bytes]] = {}
     if model is None:
         return files

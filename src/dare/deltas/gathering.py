@@ -7,7 +7,7 @@
     dare.write_grams("gathered.safetensors", grams)
 
 A model is any torch module. Its nn.Linear layers and transformers' Conv1D are watched while inputs
-are run through it. torch is not imported here: whoever has a module has imported it.
+are run through it. torch is never imported here: a caller with a module has imported it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ A random delta keeps the base's values of the changed elements in memory while i
 drop rate of 0.9 a tenth of the base. A lossless delta keeps nothing where the model was coded as a
 difference, which is read again and subtracted as whole numbers, exactly.
 
-Digests tell whether a model is the base before anything is changed, and whether it is still what
-`apply_` made of it before anything is put back. So no change that others made is lost in silence.
-Names that share memory are refused, unless they are one tensor; written values are read again.
+Digests show whether a model is the base before anything is changed, and whether it is still as
+`apply_` left it before anything is restored. So changes by others are never lost silently. Names
+that share memory are refused, unless they are one tensor; written values are read again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LiveDelta:
     def __repr__(self) -> str:
         return f"LiveDelta({str(self.path)!r}, {self.notes.scheme}, bits={self.notes.bits})"
 
-    # ------------------------------------------------------------ what users call
+    # ------------------------------------------------------------ for users
 
     def apply_(self, model: Any) -> None:
         """Turn the base into the fine-tune, in place: the weights that `apply_delta` would write.

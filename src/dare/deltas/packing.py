@@ -34,14 +34,14 @@ USUAL_BITS: Bits = 2  # keeps small changes whole, and most of large ones (docs/
 
 @dataclass(frozen=True)
 class Scheme:
-    """The share of every change that is kept, and in how many bits."""
+    """The share of changes that is dropped, and the bits of each kept value."""
 
     drop_rate: float
     bits: Bits
 
 
 def choose_scheme(drop_rate: float | None, bits: Bits | None) -> Scheme:
-    """Fill in the rate or the bits that are not given; a rate alone is for native values."""
+    """Fill in a missing rate or missing bits; a rate alone means native values."""
     if bits is None:
         bits = USUAL_BITS if drop_rate is None else "native"
     if bits not in USUAL_RATES:
@@ -52,7 +52,7 @@ def choose_scheme(drop_rate: float | None, bits: Bits | None) -> Scheme:
 
 
 def code_lossless(_plan: Plan, backend: Backend, output: PieceSink) -> Coder:
-    """Code the chunks of a model (the plan's base) against those of another, where it has them."""
+    """Code the chunks of a model (the plan's base) against those of another, if it has them."""
 
     def code(chunk: Chunk) -> Record:
         digests = _digests(backend, chunk)
@@ -93,14 +93,14 @@ def _put(
 
 
 class Packer:
-    """Packs what stages keep of chunks; a record's sums are Σδ², Σ(δ̂ - δ)² as read, and Σw²."""
+    """Packs the kept values of chunks; a record's sums are Σδ², Σ(δ̂ - δ)² as read, and Σw²."""
 
     def __init__(self, scheme: Scheme, plan: Plan, backend: Backend, output: PieceSink) -> None:
         self._scheme = scheme
         self._backend = backend
         self._output = output
-        self._run = kernels.load(plan.backend)
-        # Used again for each chunk: fresh memory takes longer to get than to fill.
+        self._kernels = kernels.load(plan.backend)
+        # Reused for each chunk: allocating memory takes longer than filling it.
         self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
         self._all = np.full(CHUNK, 255, np.uint8)
 
@@ -118,16 +118,16 @@ class Packer:
             return _put(self._output, chunk, digests, (), AS_IN_BASE)
         (tuned,) = chunk.tuned.values()
         base = self._base[: tuned.size]
-        self._run.decode(chunk.base, base)
-        weights = self._run.sum_products(base, base)
+        self._kernels.decode(chunk.base, base)
+        weights = self._kernels.sum_products(base, base)
         if digests[0] == digests[1] and tuned.dtype == chunk.base.dtype:
             return _put(self._output, chunk, digests, (), AS_IN_BASE, (0.0, 0.0, weights))
         change = self._take_change(tuned, base)
         lanes = self._backend.kept_lanes(chunk, 0)
-        kept = self._kept[: self._run.select(change, lanes, self._kept)]
+        kept = self._kept[: self._kernels.select(change, lanes, self._kept)]
         if self._scheme.bits == "native":
             values = np.empty(kept.size, tuned.dtype)
-            self._run.select(tuned, lanes, values)
+            self._kernels.select(tuned, lanes, values)
             parts, stored = [values], kept
         else:
             parts, stored = self._rounded(chunk, kept)
@@ -135,12 +135,12 @@ class Packer:
         return _put(self._output, chunk, digests, parts, kept.size, (*sums, weights))
 
     def _take_change(self, tuned: NDArray[Any], base: Floats) -> Floats:
-        """Return the model's change; where both are infinite there is none."""
+        """Return the model's change; it is zero where both are the same infinity."""
         change = self._change[: tuned.size]
-        peak, _ = self._run.delta(tuned, base, self._all, change, NO_THRESHOLD)
+        peak, _ = self._kernels.delta(tuned, base, self._all, change, NO_THRESHOLD)
         if peak > INFINITY:
             values = np.empty_like(base)
-            self._run.decode(tuned, values)
+            self._kernels.decode(tuned, values)
             change[values == base] = 0
         return change
 
@@ -154,18 +154,18 @@ class Packer:
         bits = int(self._scheme.bits)
         codes = np.empty(-(-kept.size * bits // 8), np.uint8)
         scales = np.empty(-(-kept.size // SCALE_GROUP), np.uint16)
-        self._run.quantise(kept, bits, codes, scales)
+        self._kernels.quantise(kept, bits, codes, scales)
         stored = self._stored[: kept.size]
-        self._run.dequantise(codes, scales, bits, stored)
+        self._kernels.dequantise(codes, scales, bits, stored)
         return [codes, scales], stored
 
     def _errors(
         self, chunk: Chunk, change: Floats, kept: Floats, stored: Floats
     ) -> tuple[float, float]:
         """Return Σδ² and Σ(δ̂ - δ)², where δ̂ is 0 or was rounded and rescaled."""
-        run = self._run
-        total = run.sum_products(change, change)
+        total = self._kernels.sum_products(change, change)
         rate = chunk.tensor.settings_of(0)[0].get("drop_rate", 0.0)
         factor = 1.0 / (1.0 - rate)
-        of_both, of_stored = run.sum_products(stored, kept), run.sum_products(stored, stored)
+        of_both = self._kernels.sum_products(stored, kept)
+        of_stored = self._kernels.sum_products(stored, stored)
         return total, total - 2 * factor * of_both + factor * factor * of_stored

@@ -85,7 +85,7 @@ class RestoredLayout(Layout):
         return {name: (text, dict(header.tensors)) for name, (text, header) in self.headers.items()}
 
     def indexes(self) -> dict[str, bytes]:
-        """Return none: the model's own is among the files that lie beside the weights."""
+        """Return none: the model's index is among the files beside the weights."""
         return {}
 
 

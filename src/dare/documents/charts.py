@@ -52,7 +52,7 @@ def room_for(names: Sequence[str]) -> Any:
 
 
 def repeated(values: Sequence[Any], count: int) -> list[Any]:
-    """Return so many values, begun again where there are fewer."""
+    """Return `count` values, starting again if there are fewer."""
     return [values[place % len(values)] for place in range(count)]
 
 

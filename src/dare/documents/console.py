@@ -71,7 +71,7 @@ class Console:
         return f"\x1b[{';'.join(codes)}m{text}\x1b[0m" if codes and text else text
 
     def write(self, text: str) -> None:
-        """Write a text as it is."""
+        """Write a text unchanged."""
         if self.quiet:
             return
         try:

@@ -89,7 +89,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Code:
-    """A text to copy or to read as it is, such as a recipe."""
+    """A text to copy or to read verbatim, such as a recipe."""
 
     title: str
     name: str
@@ -141,7 +141,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything that is to be shown of a result."""
+    """Everything to show of a result."""
 
     title: str
     kind: str  # the page's brand: `merge report`, `search`

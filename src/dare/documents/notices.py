@@ -91,7 +91,7 @@ class NoticeKind:
     together: str = ""
     """The relation of models, after their names: `are copies`."""
     figures: str = ""
-    """The names of the values that stand beside the text."""
+    """The names of the values that are given in addition to the text."""
     details: str = ""
 
 

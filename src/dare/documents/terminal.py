@@ -284,7 +284,7 @@ def fold_command(command: str, width: int) -> list[str]:
 
 
 def draw_bar(part: float, cells: int, *, solid: bool) -> str:
-    """Return a bar of at most so many cells, in eighths of a cell where they can be written.
+    """Return a bar of a limited number of cells, in eighths of a cell if these can be written.
 
     >>> draw_bar(0.5, 5, solid=True), draw_bar(0.5, 5, solid=False), draw_bar(0.0001, 5, solid=True)
     ('██▌  ', '##   ', '▏    ')

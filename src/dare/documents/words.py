@@ -1,4 +1,4 @@
-"""Numbers and names as people read them, the same in pages and in the terminal."""
+"""Numbers and names for people to read, the same in pages and in the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOTHING = "–"
 
 
 def share(value: float | None) -> str:
-    """Return a share or a ratio in per cent, with three significant digits.
+    """Return a share or a ratio as a percentage, with three significant digits.
 
     >>> share(0.1234), share(0.00004567), share(0), share(1.5), share(float("inf")), share(None)
     ('12.3%', '0.00457%', '0%', '150%', '∞', '–')
@@ -48,7 +48,7 @@ def amount(value: int) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as a sentence lists them.
+    """Return names as a list for a sentence.
 
     >>> listed(("math", "code", "chat")), listed(("math",))
     ('math, code and chat', 'math')
@@ -58,7 +58,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def exact_text(value: object) -> str:
-    """Return a value as a recipe has it, every digit of it.
+    """Return a value as in a recipe, with all digits.
 
     >>> exact_text(True), exact_text(0.999999), exact_text(None)
     ('true', '0.999999', 'none')
@@ -67,7 +67,7 @@ def exact_text(value: object) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return any value of a setting or a cell, short.
+    """Return any value of a setting or a cell in short form.
 
     >>> value_text(0.61234567), value_text("dare+ties"), value_text([0.0, 1.0]), value_text(True)
     ('0.6123', 'dare+ties', '[0, 1]', 'true')
@@ -90,7 +90,7 @@ def weight_text(weight: float | Sequence[float]) -> str:
 
 
 def rate_text(rate: float | None) -> str:
-    """Return a drop rate with the digits that show whether it was kept to.
+    """Return a drop rate with enough digits to compare it with the requested one.
 
     >>> rate_text(0.9), rate_text(None)
     ('90.000%', '–')
@@ -99,7 +99,7 @@ def rate_text(rate: float | None) -> str:
 
 
 def pace_text(bytes_read: int, seconds: float, resumed_chunks: int) -> str:
-    """Return how much was read and how fast, and how much an earlier run had done.
+    """Return the bytes read, the speed, and the chunks reused from an earlier run.
 
     >>> pace_text(2_000_000, 2.0, 1)
     '2.0 MB read, 1.0 MB/s, 1 chunk reused from the interrupted run'
@@ -110,7 +110,7 @@ def pace_text(bytes_read: int, seconds: float, resumed_chunks: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a time as people say it.
+    """Return a duration in words.
 
     >>> [time_text(seconds) for seconds in (0.4, 59, 90, 3599, 5000, 90_000)]
     ['1 s', '59 s', '2 min', '60 min', '1 h 24 min', '25 h']
@@ -126,7 +126,7 @@ def time_text(seconds: float) -> str:
 
 
 def show_size(nbytes: int) -> str:
-    """Return a size as people read it.
+    """Return a size with a suitable unit.
 
     >>> show_size(1_900_000_000), show_size(2048), show_size(7)
     ('1.90 GB', '2.0 kB', '7 bytes')

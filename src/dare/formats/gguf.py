@@ -73,7 +73,7 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GgufRecoding(Recoding):
-    """A GGUF file that is to be written."""
+    """A GGUF file to write."""
 
     output: Path
     format: str
@@ -112,7 +112,7 @@ class GgufRecoding(Recoding):
         return "F16" if self.asked == "Q8_0" and shape[-1] % 32 else self.asked
 
     def _find(self, tensor: Described) -> Stored | None:
-        """Return a merged tensor as it is in the file; None if it is not there."""
+        """Return a merged tensor as it is stored in the file; None if the file lacks it."""
         (name, dtype, shape), own = tensor, self._name(tensor[0])
         if own in self.own:
             if self.own[own].shape != shape:
@@ -256,7 +256,7 @@ def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
 
 
 def _general(recipe: Recipe, asked: str | None, kinds: set[str]) -> dict[str, bytes]:
-    """Return the keys that every output has of its own."""
+    """Return the keys that every output sets itself."""
     named = {"general.type": "model", "general.name": f"{recipe.methods} merge by dare"}
     types = {} if asked is None else {"general.file_type": FILE_TYPES[asked]}
     types |= {"general.quantization_version": 2} if kinds - {*AS_STORED} else {}

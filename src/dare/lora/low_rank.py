@@ -13,7 +13,7 @@ Three ways, all with the same result to rounding where the matrix has the rank t
 BLAS may add in another order with another number of threads, so products left·right agree between
 machines to about 1e-5 of their norm, and not bit for bit.
 
-Core Space (arXiv:2509.17786) has adapters as small matrices in the one space that all of them span:
+Core Space (arXiv:2509.17786) represents adapters as small matrices in the space they all span:
 U has the left singular vectors of [B₁ … Bₙ], V the right ones of [A₁; …; Aₙ], and Bᵢ·Aᵢ is U·Mᵢ·V
 with Mᵢ = Uᵀ·Bᵢ·Aᵢ·Vᵀ. Nothing is lost, Mᵢ has no more rows and columns than the ranks add up to,
 and any stage that needs no base merges the Mᵢ. Whole matrices are never formed.
@@ -193,7 +193,7 @@ def _krylov_basis(wide: Floats, width: int) -> Floats:
 def _within(
     wide: Floats, basis: Floats | None, wanted: Wanted, squared: float
 ) -> tuple[Numbers, Numbers]:
-    """Return the best factors whose columns lie in the basis; None stands for all directions."""
+    """Return the best factors whose columns are in the basis; None means all directions."""
     projected = wide if basis is None else basis.T @ wide
     energies, vectors = falling_eigen(gram(projected))
     rank = wanted.choose(energies, squared)
@@ -231,7 +231,7 @@ class Core:
     matrices: Mapping[int, Floats]  # experts × p × q, by the adapter's number
 
     def expand(self, merged: Floats, wanted: Wanted | None, where: str) -> Iterator[LowRank]:
-        """Yield each expert's factors of the change that a merged matrix stands for."""
+        """Yield each expert's factors of the change that a merged matrix represents."""
         shape = len(self.left), self.left.shape[2], self.right.shape[1]
         cores = merged.reshape(shape).astype(np.float64)
         check_finite(cores, where=where)

@@ -1,4 +1,4 @@
-"""Adapters as they are stored: factors, not the deltas they stand for.
+"""Adapters as they are stored: factors, not the deltas they represent.
 
 `dare.inputs.lora` says what each stored tensor is for; here the pieces are handed out one by one,
 so that adapters can be merged without ever forming ΔW. What has a LoRA is a module, called what the

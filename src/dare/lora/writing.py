@@ -228,7 +228,7 @@ class AdapterWork(Work[AnyReport]):
     def put_saved(
         self, tensor: str, targets: Iterable[str], shape: tuple[int, ...], pieces: Iterable[Floats]
     ) -> None:
-        """Store a tensor of the base in full; what has a LoRA has it beside that."""
+        """Store a tensor of the base in full, in addition to its LoRA if it has one."""
         module, _, parameter = tensor.rpartition(".")
         name = f"{module}.base_layer.{parameter}" if module in targets else tensor
         self._put_pieces(name, shape, pieces)
@@ -336,7 +336,7 @@ def peft_config(
 
 
 def _readme(report: _LoraReport, base_name: str | None) -> str:
-    """Return the page that lies beside the weights."""
+    """Return the page beside the weights."""
     head = ["library_name: peft", *([f"base_model: {json.dumps(base_name)}"] if base_name else [])]
     told = [f"{label}: {text}" for label, text in report.facts]
     told += [f"note: {note}" for note in report.notes]

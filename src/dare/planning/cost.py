@@ -27,13 +27,13 @@ TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a plan: bytes read and written, memory, threads."""
+    """Bytes read and written, memory and threads of a plan."""
 
     plan: PlanData
 
     @cached_property
     def passes(self) -> int:
-        """The most times that a tensor is read, if surveys can remember what they see."""
+        """The most times that a tensor is read, if surveys can remember its chunks."""
         return max(
             (self._survey_reads(t) + self._unit(t).reads for t in self.plan.tensors), default=1
         )
@@ -57,11 +57,11 @@ class Cost:
 
     @cached_property
     def bytes_read(self) -> int:
-        """Bytes that are read at least (a survey that cannot remember reads more than once)."""
+        """The least bytes that are read; surveys that cannot remember chunks read more."""
         return sum(map(self.bytes_read_of, self.plan.tensors))
 
     def bytes_read_of(self, tensor: TensorPlan) -> int:
-        """Bytes that are read at least for one tensor."""
+        """Return the least bytes that are read for one tensor."""
         base = tensor.base.nbytes
         models = [
             (m, bytes_for(self.plan.source_of(tensor, m), tensor.name, tensor.elements))
@@ -87,7 +87,7 @@ class Cost:
     def max_memory(self) -> int:
         """The limit of all buffers.
 
-        Unless it is given, whole matrices may take half of what is free, so that no thread idles.
+        Unless it is given, whole matrices may take half of the free memory, to keep threads busy.
         """
         least, given = self.least_memory, self.plan.options.max_memory
         if given is None and self.matrix_work:
@@ -120,7 +120,7 @@ class Cost:
 
     @property
     def workspace_bytes(self) -> int:
-        """Buffers of one thread, and what the sources keep for it, as factors of LoRAs."""
+        """Buffers of one thread, with the memory of sources for it, such as factors of LoRAs."""
         return self._workspace_for(self.chunks_at_once)
 
     def _workspace_for(self, chunks_at_once: int) -> int:
@@ -146,7 +146,7 @@ class Cost:
 
     @cached_property
     def is_fused(self) -> bool:
-        """True if one kernel can combine every chunk, so that no model's values are kept."""
+        """True if one kernel can combine every chunk, without keeping any model's values."""
         if self.surveys_first or self.plan.has_deltas or not self._device.fuses:
             return False
         return not self.plan.has_later_draws and all(  # a kernel draws one mask for each model
@@ -158,7 +158,7 @@ class Cost:
 
     @cached_property
     def _models_held(self) -> int:
-        """The models whose values are held at once: few, if notes are all that stages leave."""
+        """The number of models whose values are held at once: few, if stages only make notes."""
         copies = ((tensor, model) for tensor in self.plan.merged() for model in tensor.models)
         noted = all(t.is_lazy and t.draws_of(m) in ONE_MASK_ONE_BAND for t, m in copies)
         return min(len(self.plan.models), GROUP + 1 if noted else len(self.plan.models))
@@ -191,7 +191,7 @@ class Cost:
 
     @cached_property
     def _largest(self) -> tuple[int, str, str]:
-        """The most that one survey takes for a whole matrix, its stage, and the matrix."""
+        """The most memory that one survey takes for a whole matrix, its stage, and the matrix."""
         held = (
             (held, stage.name, tensor.name)
             for tensor in self.plan.merged()
@@ -201,7 +201,7 @@ class Cost:
 
     @property
     def matrix_work(self) -> int:
-        """The most that one survey takes for whole matrices, its result included."""
+        """The most memory that one survey takes for whole matrices, including its result."""
         return self._largest[0]
 
     @property
@@ -212,7 +212,7 @@ class Cost:
 
     @cached_property
     def matrix_bytes(self) -> int:
-        """The most that all surveys of one tensor leave behind, until its chunks are merged."""
+        """The most memory for the results of a tensor's surveys, until its chunks are merged."""
         merged = self.plan.merged()
         return max((sum(left for _, left, _ in self.surveys(t)) for t in merged), default=0)
 
@@ -233,13 +233,13 @@ class Cost:
 
     @property
     def threads(self) -> int:
-        """Worker threads, as many as the recipe or the machine says and the memory allows."""
+        """Worker threads: those of the recipe or the machine, as far as memory allows."""
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
         left = self.max_memory - self.matrix_bytes - self.shared_bytes
         return max(1, min(self._wanted_threads, left // one))
 
     def _matrices_for(self, threads: int) -> int:
-        """Return the memory of matrices: each thread's work, and the results of one tensor more."""
+        """Return the memory of matrices: each thread's work, and results of one more tensor."""
         return threads * self.matrix_work + (threads + 1) * self.matrix_bytes
 
     @property
@@ -248,7 +248,7 @@ class Cost:
 
     @property
     def spare_bytes(self) -> int:
-        """The memory that one thread's survey may use: half of what the buffers leave."""
+        """The memory that one thread's survey may use: half of what buffers do not need."""
         left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes
         return max(0, left // 2 // self.threads) if self.surveys_first else 0
 
@@ -264,7 +264,7 @@ class Cost:
 
     @property
     def memory_line(self) -> str:
-        """Both figures of memory, in a line."""
+        """Buffers and peak memory, in a line."""
         return (
             f"buffers {show_size(self.buffer_bytes)} of at most {show_size(self.max_memory)} "
             f"({'what the threads need' if self.takes_more else 'max_memory'}); "
@@ -273,7 +273,7 @@ class Cost:
 
 
 def memory_limit(given: int | None, needed: int) -> int:
-    """Return what buffers may take: as given; else 1 GiB, or more if one thread needs more."""
+    """Return the limit for buffers: as given; else 1 GiB, or more if one thread needs more."""
     return max(DEFAULT_MEMORY, needed) if given is None else given
 
 

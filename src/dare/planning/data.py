@@ -58,7 +58,7 @@ class Layout:
     metadata: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of every file
 
     def __post_init__(self) -> None:
-        """Refuse a name that means a format which is not written."""
+        """Refuse a name with the ending of a format that is not supported."""
         ending = self.target.suffix
         is_plain = self.recoding is None and ending != ".safetensors"
         if is_plain and OTHER_FORMATS.fullmatch(ending):
@@ -138,8 +138,8 @@ def lay_out(
 ) -> Layout:
     """Order tensors as the safetensors library does, widest type first, and fill shards in turn.
 
-    `stems` are what files are called, by what the names of their tensors begin with. What else a
-    layout has is passed on.
+    `stems` are the stems of files, by the prefix of their tensors' names. `more` are further fields
+    of the layout.
     """
     stems = stems or {"": STEMS[0]}
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
@@ -177,7 +177,7 @@ def _fill_shards(tensors: Iterable[Described], shard_size: int | None) -> list[l
 
 
 def _within(file: str, tensor: str) -> str:
-    """Return the name of a tensor in a file, which may lie in the folder of a component."""
+    """Return the name of a tensor in a file, which may be in the folder of a component."""
     return tensor.removeprefix(file[: file.rfind("/") + 1])
 
 
@@ -248,7 +248,7 @@ class TensorPlan:
 
     @property
     def key(self) -> str:
-        """The name that masks are drawn by and conclusions found."""
+        """The name for drawing masks and finding conclusions."""
         return self.tied_to or self.name
 
     @property

@@ -1,6 +1,6 @@
-"""From a recipe and the headers of its files to a plan, and all that does not fit together.
+"""From a recipe and the headers of its files to a plan, or to a list of all misfits.
 
-How models' tensors fit the base's is found as facts, which plans and analyses make sentences of.
+The comparison of models' tensors with the base's gives facts; plans and analyses word them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def fit_tensor(base: TensorInfo, models: Named) -> Fit:
 
 
 def find_extras(base: Source, models: Named) -> list[LeftOut]:
-    """Return the tensors that models have and the base has not, in the order of their names."""
+    """Return the tensors that models have and the base lacks, in the order of their names."""
     return [
         LeftOut(tensor, Misfit.NOT_IN_BASE, tuple(models[number][0] for number in owners))
         for tensor, owners in extras_of(base, [source for _, source in models]).items()
@@ -153,7 +153,7 @@ POLICIES = {
         '"drop" to leave it out, "average" to keep it',
     ),
 }
-"""For each misfit the setting that decides, the notice if it is allowed, and the value for that."""
+"""For each misfit: the setting that decides, the notice if it is allowed, and its value then."""
 
 T = TypeVar("T")
 
@@ -167,9 +167,9 @@ def make_plan(
     options: RunOptions = USUAL,
     first_layer: int = 0,
 ) -> Plan:
-    """Decide the fate of every tensor; raise MismatchError with all that does not fit.
+    """Decide the fate of every tensor; raise MismatchError with all misfits.
 
-    The first layer has another number if there are only some layers of a stack.
+    `first_layer` is the number of the first layer, for a part of a stack.
     """
     recipe = _with_delta_settings(recipe, models)
     recoding = find_recoding(recipe, (base, *models))
@@ -306,7 +306,7 @@ def _plan_tensor(
 def _with_gathered(
     recipe: Recipe, base: Source, names: Sequence[str], tensors: Sequence[TensorPlan]
 ) -> tuple[Gathered | None, list[TensorPlan]]:
-    """Open the file of what was gathered, if there is one; take from it what it has of tensors."""
+    """Open the gathered file, if there is one; take from it the tensors that it has."""
     gathered = open_gathered(recipe.gathered, base.tensors) if recipe.gathered else None
     found = list(tensors)
     for place, tensor in enumerate(tensors):
@@ -333,7 +333,7 @@ def _taken_notices(base: Source, names: Sequence[str]) -> Iterator[Notice]:
 
 
 def norm_notices(merged: Iterable[str]) -> Iterator[Notice]:
-    """Say that statistics of BatchNorm layers are merged, which are wrong then."""
+    """Warn that merged statistics of BatchNorm layers are wrong."""
     if layers := norm_layers(merged):
         count = counted(len(layers), "layer")
         yield notice("merged_statistics", count=count, layers=some_of(layers))
@@ -342,8 +342,8 @@ def norm_notices(merged: Iterable[str]) -> Iterator[Notice]:
 def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
     """Give the recipe the rates and seeds of its delta files.
 
-    A first stage that drops by the same rate and seed only rescales then. A chain that does not
-    drop takes the rest divided by 1 - p, as if `dare` came first.
+    A first stage that drops by the same rate and seed then only rescales. For a chain that does not
+    drop, kept changes are divided by 1 - p, as if `dare` came first.
     """
     entries, rules = list(recipe.models), list(recipe.tensors)
     usual_seed = Recipe.fields()["seed"].default
@@ -362,7 +362,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
         by_rate = defaultdict(list)
         for name in masked_again:
             by_rate[drops[name].rate].append(glob.escape(name))
-        # Where a file drops some tensors, the others are whole: a chain that drops keeps them so.
+        # If a file drops only some tensors, a chain that drops must keep the others whole.
         for name in sorted(model.tensors.keys() - drops.keys()) if masked_again else ():
             if model.tensors[name].dtype.is_weight and recipe.chain_for(name)[0][0].can_only_mask:
                 by_rate[0.0].append(glob.escape(name))
@@ -385,7 +385,7 @@ def _with_delta_settings(recipe: Recipe, models: Sequence[Source]) -> Recipe:
 def _left_to_make_up(
     recipe: Recipe, drop: Drop, tensor: str, model: int, settings: Sequence[Settings]
 ) -> Drop | str | None:
-    """Return the drop to make up for before the first stage; a text if two masks would drop."""
+    """Return the drop to rescale for before the first stage; a text if two masks would drop."""
     stages = [stage for stage, _ in recipe.chain_for(tensor).of_kind("delta")]
     droppers = [place for place, stage in enumerate(stages) if stage.can_only_mask]
     if not droppers:
@@ -406,7 +406,7 @@ def _left_to_make_up(
 def _output_type(
     recipe: Recipe, base: TensorInfo, name: str, recoding: Recoding | None
 ) -> StorageType:
-    """Return a tensor's storage type; float8 is for the matrices of layers alone."""
+    """Return a tensor's storage type; float8 is only for the matrices of layers."""
     if recoding is not None and base.dtype.is_weight:
         return recoding.merged_type(base)
     if recipe.dtype is None or not base.dtype.is_weight:
@@ -418,8 +418,8 @@ def _output_type(
 
 
 def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
-    """Return what becomes of a tensor, and the models that take part in it."""
-    # Where each model counts, a missing delta is read as zero.
+    """Return the fate of a tensor, and the models that take part in it."""
+    # If every model must take part, a missing delta is read as zero.
     takes_all = combine.models is not None or combine.takes_grams
     takes_part = sorted({*fit.fitting, *(fit.absent if takes_all else ())})
     if fit.is_extra:
@@ -442,7 +442,7 @@ def _check(stage: Stage, settings: Settings, where: str) -> None:
 
 
 def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[Notice]]:
-    """Return a line for each misfit that the recipe refuses, and a notice for each other."""
+    """Return a line for each misfit that the recipe refuses, and a notice for every other."""
     problems, notices = [], []
     for misfit in misfits:
         setting, code, remedy = POLICIES[misfit.reason]
@@ -455,7 +455,7 @@ def _judge(recipe: Recipe, misfits: Iterable[LeftOut]) -> tuple[list[str], list[
 
 
 def _find_idle(base: Source, models: Named, fits: Iterable[Fit]) -> tuple[list[str], list[str]]:
-    """Return why nothing would be merged of models that fit nowhere, and of others."""
+    """Return why some models would not be merged at all: they fit nowhere, or for other reasons."""
     weights = [fit for fit in fits if fit.base.dtype.is_weight]
     fitting = {number for fit in weights for number in fit.fitting}
     used = {number for fit in weights if not fit.is_mismatched for number in fit.fitting}

@@ -1,6 +1,6 @@
 """A plan: every tensor's fate, the cost, and the document that shows it.
 
-Everything that can be found wrong without reading weights is found before there is a plan.
+All errors that can be found without reading weights are found before there is a plan.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Plan(PlanData, Shown):
 
     @cached_property
     def _places(self) -> dict[str, dict[str, Any]]:
-        """File and position, counted from the start of the data, of every tensor."""
+        """The file and position of every tensor, counted from the start of the data."""
         places = {}
         for file, (header, placed) in (self.layout.build({}) if self.layout else {}).items():
             for name, info in placed.items():
@@ -86,7 +86,7 @@ class Plan(PlanData, Shown):
         return printable(f"<Plan: {self.method} of {named(self.model_names)}, {size}{target}>")
 
     def document(self, *, brief: bool = False) -> Document:
-        """Return what will be merged, how and at what cost; `brief` without the usual settings."""
+        """Return a document of the merge and its cost; `brief` leaves out default settings."""
         cost, recipe = self.cost, self.recipe
         elements = counted(sum(tensor.elements for tensor in self.tensors), "element")
         fates = Counter(tensor.fate for tensor in self.tensors)
@@ -145,7 +145,7 @@ class Plan(PlanData, Shown):
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """The ranges of a stack: their layers in the output, where they come from, and how."""
+        """The ranges of a stack: their layers in the output, origin and method."""
         ranges, first = [], 0
         for entry in self.recipe.layers:
             last = first + entry.range[1] - entry.range[0]

@@ -236,7 +236,7 @@ def parse_size(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Return one text, or a list, as a tuple; anything else as it is."""
+    """Return one text, or a list, as a tuple; anything else unchanged."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -261,7 +261,7 @@ Weight = Annotated[
 ]
 Span = Annotated[tuple[int, int], Before(_check_span)]
 Words = Annotated[tuple[str, ...] | None, Before(as_tuple)]
-# A method that has a name of its own is written as its stages.
+# A method with its own name is written as its stages.
 Method = Annotated[str, After(lambda value: "+".join(stage.name for stage in parse_method(value)))]
 OwnSettings = Annotated[dict[str, Any], After(with_lists)]
 

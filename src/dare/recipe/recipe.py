@@ -400,7 +400,7 @@ def _override_problems(
 
 @dataclass(frozen=True)
 class Request:
-    """A recipe, and how it is to be run.
+    """A recipe, and how to run it.
 
     >>> recipe = Recipe(base="b.safetensors", models=["m.safetensors"])
     >>> print(Request(recipe, RunOptions(threads=4)).to_toml())
@@ -438,7 +438,7 @@ class Request:
     def to_document(self) -> dict[str, Any]:
         """Return the tables as manifests hold them: with the files in a table [models].
 
-        Bytes of outputs depend on it, so it stays as it is.
+        Bytes of outputs depend on it, so it must not change.
         """
         usual = "delta_threshold", Recipe.fields()["delta_threshold"].default
         tables = dict(item for item in self.to_tables().items() if item != usual)

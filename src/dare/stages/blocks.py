@@ -591,7 +591,7 @@ class JointView(View):
         return products
 
     def line_dots(self, columns: int, *, by_column: bool, with_base: bool) -> NDArray[np.float64]:
-        """Return the same products for each row of so many elements, or for each column.
+        """Return the same products for each row of `columns` elements, or for each column.
 
         A row of the result is for a pair of models: aa, ab, … bb, …. They are summed element after
         element.

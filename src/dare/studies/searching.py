@@ -680,7 +680,7 @@ class _Search:
                 while not self.stop.is_set():
                     if (scoring := take()) is not None:
                         scoring(scorer)
-                    elif is_busy():  # whoever is busy may die over it
+                    elif is_busy():  # a busy process may die, and leave its trial to us
                         time.sleep(POLL_SECONDS)
                     else:
                         return

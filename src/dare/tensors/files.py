@@ -44,7 +44,7 @@ Stamp = tuple[Any, ...]  # facts that identify a file; the last may change with 
 InputFile: TypeAlias = "LocalFile | StoreFile"  # open for reading, from any thread
 
 READ_AHEAD_BYTES = 128 << 10  # the usual length that a system reads ahead, if it does not say
-LFS_POINTER = b"version https://git-lfs"  # begins what stands for a file that was not fetched
+LFS_POINTER = b"version https://git-lfs"  # the start of a pointer to a file that was not fetched
 MAX_LFS_POINTER_BYTES = 1024
 MAX_UNCHECKED_READS = 15  # reads of a file that was in memory, taken to be there still
 
@@ -234,7 +234,7 @@ def read_beginning(file: Path, nbytes: int) -> bytes:
 
 
 def read_up_to(file: InputFile, nbytes: int, position: int) -> bytearray:
-    """Read so many bytes, or as many as there are."""
+    """Read a number of bytes, or all if there are fewer."""
     found = bytearray(nbytes)
     del found[file.read_at(memoryview(found), position) :]
     return found
@@ -323,7 +323,7 @@ class OutputFile:
         return None if self._memory is None else self._memory[position : position + nbytes]
 
     def write(self, data: Bytes, position: int) -> None:
-        """Write a buffer; directly, as far as it is aligned in memory as in the file."""
+        """Write a buffer; directly, where its alignment in memory and file agree."""
         view = memoryview(data) if isinstance(data, bytes) else data.data
         first = min(-position % ALIGNMENT, len(view))
         last = max(first, len(view) - (position + len(view)) % ALIGNMENT)

@@ -28,16 +28,16 @@ _MODULE = rf"(?<![^.])(?:{'|'.join(PROJECTIONS)}|embedders)(?=\.)(?:\.\w+_embedd
 _PROJECTION = re.compile("|".join([_MODULE, *_TABLES["other_projections"]]))
 
 _WITHOUT_THE_WORD = "|".join(name for name in INPUT_EMBEDDINGS if "embed" not in name)
-# Expressions that are looked for in a name, heads first: `embed_out` is a head.
+# Patterns that are searched in a name, heads first: `embed_out` is a head.
 ANY_EMBEDDING = rf"embed|(^|\.)({_WITHOUT_THE_WORD}|wpe|cls_token|mask_token|class_token)(\.|$)"
 ANY_HEAD = "|".join(_TABLES["any_head"])
 _OF_NO_LAYER = re.compile(rf"norm|{ANY_HEAD}|{ANY_EMBEDDING}", re.IGNORECASE)
-# What a layer like BatchNorm knows of all inputs that it has seen.
+# The statistics of inputs that a layer like BatchNorm keeps.
 STATISTICS = ("running_mean", "running_var")
 
 
 def quantised_kind(tensor: str) -> str | None:
-    """Return the kind of quantised model that alone has tensors of such a name.
+    """Return the kind of quantised model that a tensor's name shows; None if it shows none.
 
     >>> quantised_kind("model.layers.0.q_proj.qweight"), quantised_kind("model.norm.weight")
     ('AWQ or GPTQ', None)
@@ -46,7 +46,7 @@ def quantised_kind(tensor: str) -> str | None:
 
 
 def without_projections(tensor: str) -> str:
-    """Return a name with a dash for all that only sounds like an embedding.
+    """Return a name with a dash for parts that only sound like an embedding.
 
     >>> without_projections("conditioner.embedders.1.model.token_embedding.weight")
     'conditioner.-.1.model.token_embedding.weight'
@@ -57,7 +57,7 @@ def without_projections(tensor: str) -> str:
 
 
 def in_component(tensor: str) -> str:
-    """Return the name of a pipeline's tensor as its component has it, and any other as it is.
+    """Return the name of a pipeline's tensor in its component; other names do not change.
 
     >>> in_component("text_encoder/shared.weight"), in_component("model/h0/mlp/w")
     ('shared.weight', 'model/h0/mlp/w')
@@ -122,7 +122,7 @@ def row_rank(tensor: str) -> int | None:
 
 
 def tying_rank(tensor: str) -> int:
-    """Rank a tensor among those that are one: the one that stands for them all comes first."""
+    """Rank a tensor among the names of one tensor: the one to use for all comes first."""
     *_, module, _ = ("", *in_component(tensor).split("."))
     order = ("shared", *_WITH_ROWS)
     return order.index(module) if module in order else len(order)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dare.documents.words import counted
 from dare.errors import InputError
 
-# Codes of a chunk: as it is, as its planes, or as those of its difference from the base.
+# Codes of a chunk: unchanged, as its planes, or as those of its difference from the base.
 RAW, ALONE, DIFFERENCE = range(3)
 
 # Forms of a plane: not stored, byte by byte, as a frame, or as gaps and the bytes after them.
@@ -36,7 +36,7 @@ LEVEL = 1
 # Settings of zstd with which it finds hardly a repetition but runs. In weights, others are chance
 # and cost more than they save: bfloat16 without a base is 2 % smaller than at level 1, and faster.
 SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
-LONG_GAP = 255  # an entry of a list of gaps: so many zeros, and the gap goes on
+LONG_GAP = 255  # an entry of a list of gaps: this many zeros, and the gap continues
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.unsignedinteger]
@@ -67,9 +67,9 @@ def pack(model: Bytes, base: Bytes | None, itemsize: int) -> bytes:
 
 
 def unpack(blob: bytes | memoryview, base: Bytes | None, itemsize: int, into: Bytes) -> None:
-    """Write the chunk that a blob stands for into an array that does not overlap the base.
+    """Decode the chunk in a blob into an array that does not overlap the base.
 
-    Raises InputError if it stands for none. Then what the array holds means nothing.
+    Raises InputError if it is not a coded chunk. The array's content is undefined then.
     """
     if not len(blob):
         if into.size:
@@ -220,7 +220,7 @@ class _Reader:
 
 
 def _decompress(frame: memoryview, size: int) -> Bytes:
-    """Unpack a frame that must say that it holds so many bytes: no more memory is taken."""
+    """Unpack a frame that must declare the expected size, so that it takes no more memory."""
     import zstandard
 
     try:

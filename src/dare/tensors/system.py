@@ -188,7 +188,7 @@ Started = subprocess.Popen[bytes]
 
 
 def start_guarded(command: str | Sequence[str], **more: Any) -> tuple[Started, Started]:
-    """Start a process in a session of its own, and the guard that ends it once we have ended.
+    """Start a process in its own session, and the guard that ends it when we have ended.
 
     The guard ends all that the process has started when its own input is closed, by whatever. Where
     it can, the command waits until it is guarded.
@@ -226,7 +226,7 @@ def _guard_command(number: int) -> list[str]:
 
 
 def kill_all(process: Started) -> None:
-    """End a process that has a session of its own, and all that it has started."""
+    """End a process in its own session, with everything that it has started."""
     if IS_POSIX:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -136,7 +136,7 @@ def drawing_library() -> bytes:
 
 
 def _make_in_process() -> bytes:
-    """Make the library in a process of its own."""
+    """Build the library in a separate process."""
     command = [sys.executable, "-m", "dare.web.assets"]
     done = subprocess.run(command, capture_output=True, check=False)  # noqa: S603
     if done.returncode:

@@ -117,7 +117,7 @@ class RequestGuard:
         return None
 
     def _check_token(self, request: Request) -> Response | None:
-        """Return the answer to a token that is to be exchanged, is missing, or is wrong."""
+        """Return the answer to a token that must be exchanged, is missing, or is wrong."""
         in_address = request.query_params.get("token") if _is_page(request) else None
         kind, _, in_header = request.headers.get("authorization", "").partition(" ")
         cookie = request.cookies.get(self._key.cookie)

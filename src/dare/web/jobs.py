@@ -1,6 +1,6 @@
-"""Jobs of the server: one runs, the others wait, and all are there when a page comes back.
+"""Jobs of the server: one runs, the others wait, and a page that is reloaded finds all of them.
 
-Each runs in a process of its own, `python -m dare.web.jobs`. The request is the first line of its
+Each runs in its own process, `python -m dare.web.jobs`. The request is the first line of its
 stdin, as JSON; its messages go to stdout, a line of JSON each:
 
     {"progress": [done, total], "verb": "merging"}     bytes, now and then
@@ -9,8 +9,8 @@ stdin, as JSON; its messages go to stdout, a line of JSON each:
     {"error": "…"}                                     the reason why there is no result
 
 The process lives as long as its stdin is open. When that ends, because the job is cancelled, the
-server stops, or the server was killed, the work is interrupted as by Ctrl-C: a merge keeps what is
-done in OUTPUT.partial, and the same merge goes on from there.
+server stops, or the server was killed, the work is interrupted as by Ctrl-C: a merge keeps finished
+chunks in OUTPUT.partial, and the same merge continues from there.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from dare.stores.locations import confine
 
 Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
-# Time for a process to end when it is interrupted; what a merge has done is always on the disk.
+# Time for a process to end when it is interrupted; the work of a merge is always on the disk.
 GRACE_SECONDS = 20.0
-LAST_BYTES = 2000  # the part that is shown of what a crashed process printed
+LAST_BYTES = 2000  # the part of a crashed process's output that is shown
 MOST_WAITING = 20
-MOST_FINISHED = 100  # the jobs that ended first are forgotten first, with their files for the page
+MOST_FINISHED = 100  # the jobs that ended first are forgotten first, with their files
 COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
 MESSAGE_SECONDS = 0.1  # the least time between two messages of progress
 ANALYSIS = "analysis.json"
@@ -60,7 +60,7 @@ INTERRUPTED = 130
 
 @dataclass
 class QueuedJob:
-    """A request to merge, verify or analyze, and how far it is."""
+    """A request to merge, verify or analyze, and its progress."""
 
     number: int
     request: Request
@@ -89,7 +89,7 @@ class QueuedJob:
 
 
 class Jobs:
-    """A queue of jobs, and a thread that starts and watches one after the other."""
+    """A queue of jobs, and a thread that runs one after the other."""
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         self._confined = {"given_folders": list(map(str, folders))}
@@ -104,7 +104,7 @@ class Jobs:
         self._thread.start()
 
     def add(self, request: Request) -> QueuedJob:
-        """Put a job at the end of the queue; forget the oldest of many that have ended."""
+        """Put a job at the end of the queue; forget the oldest finished jobs if there are many."""
         with self._lock:
             if self._closed:
                 raise InputError("the server is stopping")
@@ -134,7 +134,7 @@ class Jobs:
         return job
 
     def cancel(self, job: QueuedJob) -> None:
-        """Take a job that waits out of the queue, or interrupt it if it runs."""
+        """Take a waiting job out of the queue, or interrupt a running one."""
         with self._lock:
             if job.state == "waiting":
                 job.state = "stopped"
@@ -145,7 +145,7 @@ class Jobs:
                 self._running.interrupt()
 
     def close(self) -> None:
-        """Interrupt what runs, and wait until it has ended."""
+        """Interrupt the running job, and wait until it has ended."""
         with self._lock:
             self._closed = True
         for job in reversed(self.all()):
@@ -193,7 +193,7 @@ class JobProcess:
         job.state, job.pid = "running", self._process.pid
 
     def interrupt(self) -> None:
-        """Have the process end soon: its stdin is closed, and it is killed if that is no help."""
+        """Make the process end soon: close its stdin, and kill it if that does not help."""
         self._is_cancelled = True
         self._close_stdin()
         killing = threading.Timer(GRACE_SECONDS, self._process.kill)
@@ -207,7 +207,7 @@ class JobProcess:
     def watch(self) -> None:
         """Take the messages of the process until it ends."""
         for line in self._stdout:
-            with suppress(ValueError):  # half a line, of a process that was killed
+            with suppress(ValueError):  # half a line from a process that was killed
                 self._handle(json.loads(line))
         self._finish(self._process.wait())
         self._stdout.close()
@@ -222,10 +222,10 @@ class JobProcess:
                 self._first = None
             job.verb, job.note = message["verb"], ""
             self._first = self._first or (now, job.done_bytes)
-            began, had = self._first  # which leaves out what was taken over from an earlier try
+            began, had = self._first  # without bytes that an earlier try had done
             is_known = now - began >= 1 and job.done_bytes > had
-            left = (job.total_bytes - job.done_bytes) * (now - began)
-            job.seconds_left = left / (job.done_bytes - had) if is_known else None
+            remaining = (job.total_bytes - job.done_bytes) * (now - began)
+            job.seconds_left = remaining / (job.done_bytes - had) if is_known else None
         job.note = message.get("note", job.note)
         job.result = message.get("result", job.result)
         job.problem = message.get("error", job.problem)
@@ -245,7 +245,7 @@ class JobProcess:
             job.state, job.problem = "failed", self._describe_crash(status)
 
     def _describe_crash(self, status: int) -> str:
-        """Describe how a process ended that sent no error, with the end of what it printed."""
+        """Describe how a process ended without sending an error, with the end of its output."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - LAST_BYTES))
         said = self._log.read().decode(errors="replace").strip()
@@ -263,7 +263,7 @@ class Line:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send one message; if nobody listens any more, the work ends by its interrupt."""
+        """Send one message; if nobody listens any more, the interrupt will end the work."""
         with self._sending, suppress(OSError):
             print(json.dumps(json_ready(message)), file=self._stream, flush=True)
 
@@ -352,7 +352,7 @@ def main() -> int:
 
 
 def _own_stdout() -> TextIO:
-    """Return stdout for us alone: what others print goes to stderr."""
+    """Return stdout for our messages only; other output goes to stderr."""
     sys.stdout.flush()
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -360,10 +360,10 @@ def _own_stdout() -> TextIO:
 
 
 def _interrupt_at_end() -> None:
-    """Interrupt the work when stdin ends, as the server has closed it or is gone."""
+    """Interrupt the work when stdin ends, because the server has closed it or is gone."""
     while os.read(0, 1 << 12):  # sys.stdin would be locked when the process ends
         pass
-    if hasattr(signal, "pthread_kill"):  # which wakes the main thread from whatever it waits for
+    if hasattr(signal, "pthread_kill"):  # it also wakes the main thread while that waits
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:
         import _thread

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 REFRESH_SECONDS = 3.0
-# Asks whether the study has changed, and only then loads the page anew, where it was scrolled to.
+# Reloads the page only if the study has changed, and keeps the scroll position.
 SCRIPT = """\
 scrollTo(0, sessionStorage.getItem("dare-scroll") ?? 0);
 setInterval(async () => {
@@ -78,7 +78,7 @@ def follow(study: Path) -> Iterator[str]:
         thread.start()
         try:
             yield key.address
-            # A page that is open asks again soon, and then loads the end.
+            # An open page soon asks again, and then loads the final state.
             until = asked + 3 * REFRESH_SECONDS
             while shown != state() and (time.monotonic() < until or drawing.locked()):
                 time.sleep(REFRESH_SECONDS / 20)

@@ -8,12 +8,12 @@
     POST  jobs/NUMBER/again    the same once more: an interrupted merge resumes
     GET   jobs/NUMBER/analysis its JSON
 
-A recipe is the tables of its TOML form. An answer that is no success is `{"error": message}`.
+A recipe is given as the tables of its TOML form. A failure is answered by `{"error": message}`.
 
-Nothing is read or written outside the folders that the user pointed to. A path counts by where it
-leads: `check_inside` follows links and compares it with the folders, when a request names it and
+Nothing is read or written outside the folders that the user pointed to. The target of a path
+counts: `check_inside` follows links and compares it with the folders, when a request names it and
 again when a file is opened, here and in a job's process.
-One that is not absolute counts from where the server was started, as it does for the commands.
+A relative path starts at the folder where the server was started, as for the commands.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class OwnModels:
         confine((*self._roots.folders, Path(PACKAGE)))  # where the page's models are
 
     def close(self) -> bool:
-        """Interrupt what runs; a merge keeps what is done, and the same merge goes on from there.
+        """Interrupt the running job; a merge keeps its work, and the same merge continues there.
 
-        Returns whether a merge was cut short.
+        Returns whether a merge was interrupted.
         """
         open_before = self._open_merges()
         self._jobs.close()
@@ -124,7 +124,7 @@ class OwnModels:
         return {**answer, **_describe_plan(planned), **output}
 
     def _open_merges(self) -> list[QueuedJob]:
-        """Return the merges that run, or will."""
+        """Return the merges that run or wait."""
         merges = [job for job in self._jobs.all() if job.kind == "merge"]
         return [job for job in merges if job.state in ("waiting", "running")]
 
@@ -146,7 +146,7 @@ class OwnModels:
         asked = self._request(given)
         overwrite = bool(given.get("overwrite"))
         if kind == "merge":
-            api.plan(asked)  # what does not fit is said at once, and not after a wait
+            api.plan(asked)  # reports problems at once, and not after a wait
             if asked.recipe.output is None:
                 raise RecipeError("output is missing: give a path for the merged model")
         request = {"kind": kind, "recipe": asked.to_document(), "overwrite": overwrite}
@@ -164,13 +164,13 @@ class OwnModels:
         job = self._find(given)
         try:
             content = (job.folder / ANALYSIS).read_bytes()
-        except FileNotFoundError:  # or no more
+        except FileNotFoundError:  # not yet, or no longer
             raise InputError(f"job {job.number} has no analysis") from None
         return Response(content, media_type="application/json")
 
 
 def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
-    """Make the endpoint of a function that is given a request's values, in a thread."""
+    """Make an endpoint that calls a function with a request's values, in a thread."""
 
     async def respond(request: HttpRequest) -> Response:
         try:
@@ -190,7 +190,7 @@ def _endpoint(answer: Callable[[Given], Any]) -> Callable[[HttpRequest], Any]:
 
 
 def _describe_plan(planned: Plan) -> dict[str, Any]:
-    """Return the facts of a plan, as the command shows them."""
+    """Return the facts of a plan, as in the command's output."""
     recipe, shown = planned.recipe, dict(planned.document().facts)
     tensors, _, weights = shown["tensors"].partition("; ")
     names = planned.model_names, recipe.models, recipe.weights(), recipe.seeds()
@@ -209,7 +209,7 @@ def _describe_plan(planned: Plan) -> dict[str, Any]:
 
 
 def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> dict[str, Any]:
-    """Return the output's place, any problem with it, and an interrupted merge that is there."""
+    """Return the output's path, any problem with it, and an interrupted merge if there is one."""
     layout = planned.layout
     if layout is None:
         return {}
@@ -232,7 +232,7 @@ def _describe_output(planned: Plan, underway: Set[str], *, overwrite: bool) -> d
 
 
 def _describe_chain(asked: Request) -> dict[str, Any]:
-    """Return the recipe's text, which names method and drop rate, and what its stages are."""
+    """Return the recipe's text, which names method and drop rate, and its stages."""
     recipe, tables = asked.recipe, {**asked.to_tables(), "method": asked.recipe.method}
     rates = ((s.name, given["drop_rate"]) for s, given in recipe.chain if "drop_rate" in given)
     drops, rate = next(rates, (None, None))
@@ -256,11 +256,11 @@ Entry = dict[str, Any]
 
 
 def _entry(path: Path, kind: str, holds: str = "", nbytes: int = 0, **more: bool) -> Entry:
-    """Return something in a folder that one can open or choose.
+    """Return an entry of a folder that can be opened or chosen.
 
     It is a `folder`, a `model` (a folder or a file with weights), a `recipe`, or an `interrupted`
-    merge. `holds` is the form of a model: safetensors, GGUF, pickle or adapter; a folder that may
-    hold more opens.
+    merge. `holds` is the form of a model: safetensors, GGUF, pickle or adapter; `opens` is true for
+    a folder that may hold more.
     """
     shown = {"kind": kind, "holds": holds, "nbytes": nbytes, "opens": False, **more}
     return {"name": path.name, "path": str(path), **shown}
@@ -280,7 +280,7 @@ class Roots:
         return path
 
     def find_output(self, given: AnyPath) -> Path:
-        """Return the path of an output, in a folder that exists and is inside."""
+        """Return the path of an output, in an existing folder inside the roots."""
         path = self._inside(given)
         if not self._inside(path.parent).is_dir():
             raise InputError(f"{path.parent}: is not a folder; create it, or choose another output")
@@ -295,7 +295,7 @@ class Roots:
         return path
 
     def admit(self, request: Request) -> Request:
-        """Return the request with absolute paths; refuse what is outside or leaves the machine."""
+        """Return the request with absolute paths; refuse paths outside and other machines."""
         recipe, options = request.recipe, request.options
         if options.cluster is not None or options.scratch is not None:
             raise RecipeError("cluster, scratch: the page has none; use the command line")
@@ -303,7 +303,7 @@ class Roots:
         return replace(request, recipe=moved(recipe, self.find, output))
 
     def listing(self, given: str | None) -> dict[str, Any]:
-        """Return a folder with what one can open or choose in it; without a path, the folders."""
+        """Return a folder and the entries that can be opened or chosen; by default, the roots."""
         if given is None:
             entries = [_describe_folder(path) | {"name": str(path)} for path in self.folders]
             return {"path": None, "above": None, "entries": entries}

@@ -150,7 +150,7 @@ class Files:
         await asyncio.gather(*self._made.values(), return_exceptions=True)
 
     async def answer(self, request: Request) -> Response:
-        """Send a file, unless the asker has it."""
+        """Send a file, unless the browser has it."""
         name = request.path_params["name"] or "index.html"
         if name not in self._assets:
             return refuse(request, 404, "This page does not exist.")

@@ -129,7 +129,7 @@ def _convert_deltas(
     normalize = flag_for_all("normalize", shared, default=normalize)
     rescale = flag_for_all("rescale", shared, default=rescale)
     combine = "ties" if elects else "sum"
-    # To trim is up to ties, unless what is left is rescaled.
+    # ties itself trims, unless the kept elements are rescaled.
     own = drops and (drops != "trim" or rescale)
     method = f"{drops}+{combine}" if own else combine
     factors = numbers("lambda", replace(models[0], scopes=shared), default=1.0)

@@ -105,7 +105,7 @@ def read_yaml(file: Path) -> list[Node]:
 
 
 def _count(node: Any, file: Path, seen: dict[int, float]) -> float:
-    """Count the values that a node stands for; `seen` holds those that aliases may stand for."""
+    """Count the values that a node expands to; `seen` has those that aliases may refer to."""
     if id(node) in seen:
         if not seen[id(node)]:
             raise RecipeError(f"{file}, line {node.start_mark.line + 1}: contains itself")
@@ -119,7 +119,7 @@ def _count(node: Any, file: Path, seen: dict[int, float]) -> float:
 
 
 def _from_yaml(node: Any, loader: Any, reading: Reading, seen: dict[int, Node]) -> Node:
-    """Turn a node of PyYAML into ours; `seen` holds those that an alias may stand for."""
+    """Turn a node of PyYAML into ours; `seen` has those that an alias may refer to."""
     line = node.start_mark.line + 1
     if id(node) in seen:
         return seen[id(node)]

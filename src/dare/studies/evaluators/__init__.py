@@ -1,7 +1,7 @@
 """Evaluators: found, checked and run, one module for each kind.
 
     evaluator                   what it is
-    "module:function"           a function, in a process of its own
+    "module:function"           a function, in its own process
     "folder/file.py:function"   the same
     "python score.py {model}"   a command; its last line is a JSON object of numbers
     "lm_eval:task@folder"       tasks of lm-evaluation-harness, from YAML files in a folder

@@ -1,6 +1,6 @@
 """Shell commands that score: `python score.py {model}`.
 
-`{model}` stands for the candidate's path, `{items}` for that of a JSON file with a list of ids, or
+`{model}` is the candidate's path, `{items}` the path of a JSON file with a list of ids, or
 for the word `all`. The last line that a command prints is a JSON object of numbers.
 """
 
@@ -23,7 +23,7 @@ from dare.tensors.system import quoted, shell_command
 MODEL, ITEMS = "{model}", "{items}"
 USAGE = f"a command with {MODEL} in it"
 IN_OWN_PROCESS = False
-ALL_ITEMS = "all"  # the text in place of `{items}` where all of them are to be scored
+ALL_ITEMS = "all"  # the text in place of `{items}` if all of them should be scored
 QUOTED_LINE = 200  # characters of a last line that a message quotes
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{(\w+)\}")
