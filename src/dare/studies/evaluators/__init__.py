@@ -317,9 +317,9 @@ class ProcessScorer(Scorer):
         return bool(is_written)
 
     def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
-        examples: list[dict[str, str]]
-        examples, _ = self._ask("preview", items and list(items), self._time_limit)
-        return examples
+        previews: list[dict[str, str]]
+        previews, _ = self._ask("preview", items and list(items), self._time_limit)
+        return previews
 
     def _ask(self, verb: str, given: Any, limit: float | None = None) -> tuple[Any, str]:
         """Return the reply, and the output printed meanwhile."""
