@@ -25,7 +25,8 @@ THRESHOLD = np.float32(0.002).view(np.int32)
 
 def any_floats(size):
     """Normal, subnormal, infinite and NaN numbers."""
-    return arrays.arrays(np.uint32, size, elements=ANY_BITS).map(lambda a: a.view(np.float32))
+    bits = ANY_BITS | st.sampled_from([0x7F800000, 0xFF800000, 0x7FC00000])
+    return arrays.arrays(np.uint32, size, elements=bits).map(lambda a: a.view(np.float32))
 
 
 def near_zero(size):
