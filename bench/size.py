@@ -13,8 +13,8 @@ from pathlib import Path
 
 PAGES = {".js", ".css", ".html", ".jinja"}
 LIMITS = {
-    **{"lines": 51_350, "code": 32_370, "modules": 213, "pages": 6_470, "C": 2_600},
-    **{"tests": 61_790, "rest": 6_500},
+    **{"lines": 49_000, "code": 30_800, "modules": 205, "pages": 6_470, "C": 2_600},
+    **{"tests": 53_000, "rest": 6_500},
 }
 REST = ("bench", "experiments", "training")
 """Folders beside the package whose programs, all lines of them, are its `rest`."""
