@@ -50,30 +50,47 @@ INLINE Words shrink(Floats values, u32 width, u32 mantissa, u32 bias, u32 overfl
 
 INLINE Words round_bf16(Words bits) { return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16; }
 
+// The values of codes of a kind of 16 or 8 bits.
+INLINE Floats decoded(enum Kind kind, Words code) {
+  switch (kind) {
+    case F16: return widen(code, 16, 10, 15, 0x7C00, INFINITE);
+    case BF16: return floats_of(code << 16);
+    case F8_E4M3: return widen(code, 8, 3, 7, 0x7F, QUIET_NAN);
+    default: return widen(code, 8, 2, 15, 0x7C, INFINITE);
+  }
+}
+
 // Elements from the place `i` on of an array of a kind, as float32.
 INLINE Floats load_kind(enum Kind kind, const void *raw, i64 i, i64 count) {
+  switch (width_of(kind)) {
+    case 8: return from_doubles(load_doubles((const f64 *)raw + i, count));
+    case 4: return load((const f32 *)raw + i, count);
+    case 2: return decoded(kind, load_16((const u16 *)raw + i, count));
+    default: return decoded(kind, load_8((const u8 *)raw + i, count));
+  }
+}
+
+INLINE Floats quieted(Floats values) {
+  return choose_floats(is_nan(values), floats_of(all_words(QUIET_NAN)), values);
+}
+
+// The codes of a kind of 16 or 8 bits that values round to.
+INLINE Words encoded(enum Kind kind, Floats values) {
   switch (kind) {
-    case F64: return from_doubles(load_doubles((const f64 *)raw + i, count));
-    case F32: return load((const f32 *)raw + i, count);
-    case F16: return widen(load_16((const u16 *)raw + i, count), 16, 10, 15, 0x7C00, INFINITE);
-    case BF16: return floats_of(load_16((const u16 *)raw + i, count) << 16);
-    case F8_E4M3: return widen(load_8((const u8 *)raw + i, count), 8, 3, 7, 0x7F, QUIET_NAN);
-    default: return widen(load_8((const u8 *)raw + i, count), 8, 2, 15, 0x7C, INFINITE);
+    case F16: return shrink(values, 16, 10, 15, 0x477FF000, 0x7C00, 0x7E00);
+    case BF16: return round_bf16(bits_of(quieted(values))) & 0xFFFFu;
+    case F8_E4M3: return shrink(values, 8, 3, 7, 0x43E80001, 0x7F, 0x7F);
+    default: return shrink(values, 8, 2, 15, 0x47700000, 0x7C, 0x7E);
   }
 }
 
 // Round to a kind; every NaN becomes the positive quiet one.
 INLINE void store_kind(enum Kind kind, void *raw, i64 i, Floats values, i64 count) {
-  Floats quiet = choose_floats(is_nan(values), floats_of(all_words(QUIET_NAN)), values);
-  switch (kind) {
-    case F64: store_doubles((f64 *)raw + i, to_doubles(quiet), count); break;
-    case F32: store((f32 *)raw + i, quiet, count); break;
-    case F16:
-      store_16((u16 *)raw + i, shrink(values, 16, 10, 15, 0x477FF000, 0x7C00, 0x7E00), count);
-      break;
-    case BF16: store_16((u16 *)raw + i, round_bf16(bits_of(quiet)) & 0xFFFFu, count); break;
-    case F8_E4M3: store_8((u8 *)raw + i, shrink(values, 8, 3, 7, 0x43E80001, 0x7F, 0x7F), count); break;
-    default: store_8((u8 *)raw + i, shrink(values, 8, 2, 15, 0x47700000, 0x7C, 0x7E), count);
+  switch (width_of(kind)) {
+    case 8: store_doubles((f64 *)raw + i, to_doubles(quieted(values)), count); break;
+    case 4: store((f32 *)raw + i, quieted(values), count); break;
+    case 2: store_16((u16 *)raw + i, encoded(kind, values), count); break;
+    default: store_8((u8 *)raw + i, encoded(kind, values), count);
   }
 }
 
@@ -135,6 +152,46 @@ INLINE void break_ties(u32 *words, const u64 *elements, u32 key0, u32 key1) {
     Philox found = philox(load_numbers(elements + call), TIE_BREAK, key0, key1);
     store_calls((u8 *)(words + call), found.words[0]);
   }
+}
+
+// ---------------------------------------------------------------- models of a merge
+
+typedef struct {
+  i64 least, end, most, begin;
+} Band;  // as `Band` in Python
+
+typedef struct {
+  const void *tuned;
+  i64 key0, key1, high, low;  // `high` is 256 where there is no mask
+  Band band;                  // `least` is -1 where there is none
+  f64 weight, share;
+} Operand;
+
+// ---------------------------------------------------------------- votes
+
+typedef struct {
+  Floats above, below, above_share, below_share;
+} Sides;  // of an election: the terms of both signs, and what to divide them by
+
+// Cast weighted values: a NaN goes into both sums.
+INLINE Sides cast(Sides sides, Floats value, f32 share) {
+  Words above = is_less(all_floats(0), value), below = is_less(value, all_floats(0));
+  sides.above += masked(value, ~below);
+  sides.below += masked(value, ~above);
+  sides.above_share += masked(all_floats(share), above);
+  sides.below_share += masked(all_floats(share), below);
+  return sides;
+}
+
+// The mean of the side that the balance is on; its sum where there are no shares.
+INLINE Floats outcome(Sides sides, Floats balance) {
+  Words above = is_less(all_floats(0), balance);
+  Floats side = choose_floats(above, sides.above, sides.below);
+  Floats share = choose_floats(above, sides.above_share, sides.below_share);
+  Floats mean = side / choose_floats(is_equal(share, all_floats(0)), all_floats(1), share);
+  Words missing = is_nan(sides.above + sides.below);
+  Floats elected = masked(mean, ~is_equal(balance, all_floats(0)));
+  return choose_floats(missing, floats_of(all_words(QUIET_NAN)), elected);
 }
 
 #endif

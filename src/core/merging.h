@@ -129,10 +129,6 @@ INLINE i64 clear_outside(enum Kind kind, const void *raw, i64 first, i64 size, c
   return sum_of(kept);
 }
 
-typedef struct {
-  i64 least, end, most, begin;
-} Band;  // as `Band` in Python
-
 // Clear the lanes outside a band, in parts in which equals are all kept, or all dropped.
 INLINE i64 keep_in_band(enum Kind kind, const void *raw, i64 offset, i64 size, const f32 *base,
                         u8 *lanes, i64 start, Band band) {
@@ -159,31 +155,6 @@ ENTRY(i64, keep_band)(const Array *raw, const Array *base, Array *lanes, i64 sta
 }
 
 // ---------------------------------------------------------------- votes
-
-typedef struct {
-  Floats above, below, above_share, below_share;
-} Sides;  // of an election: the terms of both signs, and what to divide them by
-
-// Cast weighted values: a NaN goes into both sums.
-INLINE Sides cast(Sides sides, Floats value, f32 share) {
-  Words above = is_less(all_floats(0), value), below = is_less(value, all_floats(0));
-  sides.above += masked(value, ~below);
-  sides.below += masked(value, ~above);
-  sides.above_share += masked(all_floats(share), above);
-  sides.below_share += masked(all_floats(share), below);
-  return sides;
-}
-
-// The mean of the side that the balance is on; its sum where there are no shares.
-INLINE Floats outcome(Sides sides, Floats balance) {
-  Words above = is_less(all_floats(0), balance);
-  Floats side = choose_floats(above, sides.above, sides.below);
-  Floats share = choose_floats(above, sides.above_share, sides.below_share);
-  Floats mean = side / choose_floats(is_equal(share, all_floats(0)), all_floats(1), share);
-  Words missing = is_nan(sides.above + sides.below);
-  Floats elected = masked(mean, ~is_equal(balance, all_floats(0)));
-  return choose_floats(missing, floats_of(all_words(QUIET_NAN)), elected);
-}
 
 INLINE Sides load_sides(const f32 *sums, i64 i, i64 row, i64 count) {
   Sides sides = {load(sums + i, count), load(sums + row + i, count), load(sums + 2 * row + i, count),
@@ -221,13 +192,6 @@ ENTRY(void, add_scaled)(Array *total, const Array *values, f32 weight) {
 }
 
 // ---------------------------------------------------------------- all of it, tile by tile
-
-typedef struct {
-  const void *tuned;
-  i64 key0, key1, high, low;  // `high` is 256 where there is no mask
-  Band band;                  // `least` is -1 where there is none
-  f64 weight, share;
-} Operand;
 
 enum { ROW = TILE + 16 };  // not a power of two, or rows of sums would share cache sets
 

@@ -9,11 +9,6 @@ enum {
   FEW = 16,           // neighbours of whom it is asked whether they have the same lane
   KEYS_32 = 6         // what `core.py` calls uint32
 };
-#ifdef __clang__
-#define UNROLLED _Pragma("clang loop unroll(full)")
-#else
-#define UNROLLED
-#endif
 #define FOUND 0x80000000u  // marks ranks among magnitudes
 
 INLINE u32 bits_below(u64 count) { return count < 2 ? 0 : 64 - (u32)__builtin_clzll(count - 1); }

@@ -19,10 +19,26 @@ typedef double f64;
 #define EXTERN
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __cplusplus
+#define CONSTANT constexpr INLINE
+#else
+#define CONSTANT INLINE
+#endif
 #ifdef _WIN32
 #define VISIBLE __attribute__((dllexport))
 #else
 #define VISIBLE __attribute__((visibility("default")))
+#endif
+
+#ifdef __CUDACC_RTC__  // the compiler of GPUs
+#define __builtin_memcpy memcpy
+#define __builtin_fabs fabs
+#define __builtin_popcount __popc
+#define UNROLLED _Pragma("unroll")
+#elif defined __clang__
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED
 #endif
 
 // A function that others call; with `LEVEL` its name ends in the level of processors it is made for.
@@ -42,7 +58,7 @@ typedef struct {
 #define AT(type, array) ((type *)(array)->data)
 
 enum Kind { F64, F32, F16, BF16, F8_E4M3, F8_E5M2 };
-INLINE i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 : kind < F8_E4M3 ? 2 : 1; }
+CONSTANT i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4 : kind < F8_E4M3 ? 2 : 1; }
 
 // Do something with `K` as each kind, so that it is compiled for each; the page has one.
 #ifdef ONLY_KIND

@@ -14,7 +14,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import compress, islice
 from pathlib import Path
@@ -104,6 +104,9 @@ class _Operand(ctypes.Structure):
         ("weight", ctypes.c_double),
         ("share", ctypes.c_double),
     )
+
+
+OPERAND_BYTES = ctypes.sizeof(_Operand)
 
 
 class _Job(ctypes.Structure):
@@ -264,18 +267,20 @@ def __getattr__(name: str) -> Callable[..., Any]:
     return found
 
 
-def _operands(operands: Sequence[Operand]) -> Any:
+def operand_table(operands: Sequence[Operand], addresses: Iterable[int] | None = None) -> Any:
+    """Return models as the library takes them; addresses are of their elements elsewhere."""
     table: Any = _Operand * len(operands)
+    places = addresses or (_address(each.tuned) for each in operands)
     return table(
         *(
             _Operand(
-                _address(each.tuned),
+                place,
                 *(each.mask or (0, 0, 256, 0)),
                 *(each.band or (-1, 0, 0, 0)),
                 each.weight,
                 each.share,
             )
-            for each in operands
+            for each, place in zip(operands, places, strict=True)
         )
     )
 
@@ -287,7 +292,7 @@ def combine(
     numbers = (len(operands), _kind(operands), start, elects, threshold_bits, CHUNK)
     _entry("combine")(
         ctypes.byref(_described(base)),
-        _operands(operands),
+        operand_table(operands),
         *map(ctypes.c_int64, numbers),
         ctypes.byref(_described(out)),
         figures.ctypes.data_as(ctypes.c_void_p),
@@ -303,7 +308,7 @@ def merge(jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
         chunks, inputs = chunk_count(job.base.size), 1 + len(job.operands)
         figures = np.zeros((chunks, inputs - 1, 4), np.int64)
         found = np.zeros((chunks, inputs + 1, 2), np.uint64)
-        models, known = _operands(job.operands), np.array(job.known, np.uint8)
+        models, known = operand_table(job.operands), np.array(job.known, np.uint8)
         kept += [models, known]
         given.base, given.kind, given.start = _address(job.base), KINDS[job.base.dtype], job.start
         given.size, given.models = job.base.size, ctypes.addressof(models)
