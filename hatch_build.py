@@ -24,6 +24,7 @@ FLAGS = (  # a large frame would have to ask Windows for its pages
     *("-O3", "-std=c11", "-ffp-contract=off", "-fno-stack-protector", "-Wframe-larger-than=4000"),
     *("-ffreestanding", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"),
 )
+GPU_HEADERS = ("types.h", "lane.h", "elements.h", "gpu.h")  # compiled where there is a GPU
 SYSTEMS = {  # the library's name, and how it is linked
     "linux": ("libdare.so", "-Wl,-z,defs"),
     "macos": ("libdare.dylib", "-Wl,-install_name,@rpath/libdare.dylib"),
@@ -91,7 +92,9 @@ class CustomBuildHook(BuildHookInterface[Any]):
         if version == "editable":
             place(library)
         else:
-            build_data["force_include"][str(library)] = f"dare/kernels/{library.name}"
+            headers = {ROOT / "src" / "core" / name: f"gpu/{name}" for name in GPU_HEADERS}
+            for file, name in {library: library.name, **headers}.items():
+                build_data["force_include"][str(file)] = f"dare/kernels/{name}"
         build_data.update(pure_python=False, tag=f"py3-none-{TARGETS[target][1]}")
 
 

@@ -89,7 +89,8 @@ class RunSettings(TypedDict, total=False):
     threads: int | None
     cluster: str | None
     scratch: AnyPath | None
-    backend: str | None
+    device: str | None
+    max_gpu_memory: int | str | None
 
 
 class StageSettings(TypedDict, total=False):
@@ -277,7 +278,7 @@ def merge_slice(
     *,
     overwrite: bool = False,
     wait: float = 600,
-    backend: str | None = None,
+    device: str | None = None,
 ) -> SliceReport:
     """Do one part of a merge, such as `3/16`, the third of sixteen, counted from 1.
 
@@ -285,14 +286,14 @@ def merge_slice(
     is done publishes the output and has its report; it waits at most so many seconds for others
     that are about to end.
     """
-    return run_slice(plan_to_run(recipe, backend=backend), slice, overwrite=overwrite, wait=wait)
+    return run_slice(plan_to_run(recipe, device=device), slice, overwrite=overwrite, wait=wait)
 
 
 def finish(
-    recipe: AnyRecipe | Plan, *, overwrite: bool = False, backend: str | None = None
+    recipe: AnyRecipe | Plan, *, overwrite: bool = False, device: str | None = None
 ) -> Report:
     """Publish an output whose slices are all done; raise OutputError if something is missing."""
-    return run_finish(plan_to_run(recipe, backend=backend), overwrite=overwrite)
+    return run_finish(plan_to_run(recipe, device=device), overwrite=overwrite)
 
 
 def apply_delta(

@@ -1,46 +1,23 @@
-"""The headers that a GPU's kernels are made of, as a compiler for processors understands them.
+"""The kernels of GPUs, with this machine in a GPU's place; `make test-gpu` asks a real one."""
 
-What a GPU itself computes is asked by `make test-gpu`.
-"""
-
-import ctypes
-import functools
-import shutil
-import subprocess
+import sys
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from dare.kernels import Band, ChunkJob, Operand, core, cuda
-from dare.tensors.chunks import CHUNK, chunk_count
+import cuda_on_host
+from dare.errors import DareError, RecipeError
+from dare.kernels import Band, ChunkJob, Operand, check_device, check_is_there, core, cuda
+from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.usefixtures("gpu_on_host")
+
 THRESHOLD = int(np.float32(0.002).view(np.int32))
 INFINITY = 0x7F800000
 SEVERAL_BLOCKS = 2 * cuda.BLOCK_SIZE + 77
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Compile kernels as functions."""
-    folder = tmp_path_factory.mktemp("kernels")
-
-    @functools.cache
-    def function(shape):
-        if COMPILER is None:
-            pytest.skip("needs a compiler of C++")
-        file = folder / "-".join(map(str, shape))
-        file.with_suffix(".cc").write_text(cuda.source())
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
-        macros = [f"-D{name}={value}" for name, value in shape.macros]
-        files = [file.with_suffix(".cc"), "-o", file.with_suffix(".so")]
-        subprocess.run([COMPILER, *flags, *macros, *files], check=True)
-        return ctypes.CDLL(str(file.with_suffix(".so"))).dare_merge_parts_any
-
-    return function
 
 
 def any_weights(rng, name, size):
@@ -105,10 +82,10 @@ def figures_of(done):
 
 
 @pytest.mark.parametrize(("kinds", "shape"), CASES, ids=lambda case: case)
-def test_kernels_have_the_bytes_of_the_library(compiled, kinds, shape):
+def test_kernels_have_the_bytes_of_the_library(kinds, shape):
     """Blocks of all kinds: whole, short, of several chunks, at odd addresses, with NaN."""
-    sizes = [SEVERAL_BLOCKS, 1, CHUNK + 130 if shape == "dare" else 200]
-    starts = [0, 128 * 5, 3 * CHUNK]
+    sizes = [SEVERAL_BLOCKS, 0, 1, CHUNK + 130 if shape == "dare" else 200]
+    starts = [0, 0, 128 * 5, 3 * CHUNK]
     jobs = [
         job_of(KINDS[kinds], size, start=start, seed=number, **SHAPES[shape])
         for number, (size, start) in enumerate(zip(sizes, starts, strict=True))
@@ -117,17 +94,50 @@ def test_kernels_have_the_bytes_of_the_library(compiled, kinds, shape):
     wanted = [job.out.copy() for job in jobs]
     for job in jobs:
         job.out.view(np.uint8)[:] = 0xAA
-    arrays = [[job.base, *(each.tuned for each in job.operands), job.out] for job in jobs]
-    addresses = [[array.ctypes.data for array in each] for each in arrays]
-    draft = cuda.make_tables(jobs, addresses, 0)
-    room = np.zeros(draft.memory.size, np.uint8)
-    tables = cuda.make_tables(jobs, addresses, room.ctypes.data)
-    room[:] = tables.memory
-    shape_of_jobs = cuda.Shape.of(jobs[0])
-    numbers = map(ctypes.c_int64, (len(jobs), THRESHOLD, CHUNK, tables.blocks))
-    compiled(shape_of_jobs)(ctypes.c_void_p(room.ctypes.data), *numbers)
-    found = cuda.read_tables(jobs, tables._replace(memory=room))
-    for job, out, done, (figures, peak) in zip(jobs, wanted, expected, found, strict=True):
+    found = cuda.Kernels("cuda").merge(jobs, THRESHOLD)
+    for job, out, ours, theirs in zip(jobs, wanted, found, expected, strict=True):
         assert_array_equal(job.out, out)
-        assert figures_of(done._replace(figures=figures, peak=peak)) == figures_of(done)
-        assert figures.shape == (chunk_count(job.base.size), len(job.operands), 4)
+        assert figures_of(ours) == figures_of(theirs)
+        assert ours.digests == theirs.digests
+
+
+def test_what_a_gpu_holds_is_not_sent_again(monkeypatch):
+    jobs = [job_of(KINDS["bf16"], CHUNK + 300, seed=seed) for seed in range(2)]
+    expected = [(done.digests, figures_of(done)) for done in core.merge(jobs, THRESHOLD)]
+    arrays = [raw for job in jobs for raw in (job.base, *(each.tuned for each in job.operands))]
+    held = cuda.Residents("cuda:1", arrays)
+    kernels, sent = cuda.Kernels("cuda:1"), []
+    copy = cuda._Worker.copy
+    monkeypatch.setattr(cuda._Worker, "copy", lambda *a: (sent.append(a[-1]), copy(*a))[1])
+    found = kernels.merge(jobs, THRESHOLD)
+    assert [(done.digests, figures_of(done)) for done in found] == expected
+    assert sum(sent) < 2.1 * sum(job.out.nbytes for job in jobs)  # results and tables
+    del held
+    sent.clear()
+    kernels.merge(jobs, THRESHOLD)
+    assert sum(sent) > sum(raw.nbytes for raw in arrays)
+
+
+def test_more_models_than_a_kernel_takes_are_merged_here():
+    jobs = [job_of(KINDS["bf16"], 500, models=cuda.MOST_MODELS + 1)]
+    expected = core.merge(jobs, THRESHOLD)[0].digests
+    assert cuda.Kernels("cuda").merge(jobs, THRESHOLD)[0].digests == expected
+
+
+def test_too_little_memory_is_said_with_a_remedy(monkeypatch):
+    kernels = cuda.Kernels("cuda")
+    monkeypatch.setattr(cuda_on_host.Device, "most_bytes", 1000)
+    with pytest.raises(DareError, match=r"OUT_OF_MEMORY.*max_memory"):
+        kernels.merge([job_of(KINDS["bf16"], 5000)], THRESHOLD)
+
+
+@pytest.mark.parametrize("name", ["cuda:7", "cuda:-1", "gpu", "cpu:0", "cuda:"])
+def test_a_gpu_that_is_not_there_is_refused(name):
+    with pytest.raises(RecipeError, match=f"{name}.*cpu"):
+        check_device(name) and check_is_there(name)
+
+
+def test_without_the_extra_the_remedy_is_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(RecipeError, match=r"dare-merge\[gpu\]"):
+        check_is_there("cuda")

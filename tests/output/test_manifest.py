@@ -210,7 +210,7 @@ def with_inner(**merge):
     [
         (lambda r: r.update(cluster="ray://127.0.0.1:9"), "cluster"),
         (lambda r: r.update(scratch="/tmp"), "scratch"),
-        (lambda r: r.update(backend="reference"), "backend"),
+        (lambda r: r.update(backend="reference"), "device"),
         (lambda r: r.update(allow_pickle=True), "allow_pickle.*--allow-pickle"),
         (lambda r: r.update(chat_template="/etc/hosts"), "chat_template"),
         (lambda r: r.update(chat_template="../secret"), "chat_template"),

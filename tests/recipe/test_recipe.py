@@ -291,7 +291,8 @@ def test_what_cannot_be_meant_is_refused_with_its_place_and_remedy(settings, wor
         ({"max_memory": "9" * 400}, "max_memory = "),
         ({"threads": 0}, "threads"),
         ({"cluster": ""}, "cluster"),
-        ({"backend": "gpu9"}, "backend"),
+        ({"device": "gpu9"}, "device"),
+        ({"backend": "gpu9"}, "device"),
     ],
 )
 def test_options_are_checked(options, words):

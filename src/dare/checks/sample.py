@@ -141,12 +141,12 @@ def _read_samples(plan: Plan) -> Iterator[tuple[str, list[SampledMatrix]]]:
         and not is_embedding(tensor.name)
     ]
     chosen = [matrices[place] for place in evenly_spread(len(matrices), MATRICES)]
-    bases = [_read_rows(plan.base, tensor, plan.backend) for tensor in chosen]
+    bases = [_read_rows(plan.base, tensor, plan.device) for tensor in chosen]
     for model, source in enumerate(plan.models):
         sample = []
         for tensor, base in zip(chosen, bases, strict=True):
             if model in tensor.models and tensor.name in source.tensors:
-                values = _read_rows(source, tensor, plan.backend)
+                values = _read_rows(source, tensor, plan.device)
                 delta = values if source.delta_of(tensor.name).is_change else values - base
                 sample.append(SampledMatrix(tensor, base, delta))
         yield plan.model_names[model], sample

@@ -99,7 +99,7 @@ class Packer:
         self._scheme = scheme
         self._backend = backend
         self._output = output
-        self._kernels = kernels.load(plan.backend)
+        self._kernels = kernels.load(plan.device)
         # Reused for each chunk: allocating memory takes longer than filling it.
         self._base, self._change, self._kept, self._stored = np.empty((4, CHUNK), np.float32)
         self._all = np.full(CHUNK, 255, np.uint8)

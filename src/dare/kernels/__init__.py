@@ -1,15 +1,15 @@
 """The arithmetic, on chunks of one tensor.
 
 `reference` (NumPy) defines every function; `core` has the same functions with the same bits, fast:
-the library that is built from `src/core`. `load` returns a module with these functions. `DEVICES`
-tells plans what a backend takes, before there is one.
+the library that is built from `src/core`. `cuda` has them too, and a GPU does most of a merge.
+`load` returns what has these functions; `DEVICES` tells plans what a device takes.
 """
 
 from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import Notice, notice
-from dare.errors import RecipeError, did_you_mean
+from dare.errors import DareError, RecipeError, did_you_mean
 from dare.tensors.chunks import CHUNK
 from dare.tensors.files import ALIGNMENT
 
@@ -31,12 +31,13 @@ GROUP = 4  # models whose values a survey of pairs holds, beside those of one mo
 
 @dataclass(frozen=True)
 class Device:
-    """A backend as plans see it: its kernels, its batches, and the memory it takes."""
+    """What computes, as plans see it: its kernels, its batches, and the memory it takes."""
 
     module: str
     chunks_at_once: int = 4  # of each input, in a batch, if memory allows
     chunks_held: int = 20  # of all inputs and the output; with more models, fewer of each
     fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
+    is_gpu: bool = False  # whether chunks go to memory of its own, where they have as much room
 
     def buffer_bytes(
         self, chunks: int, models: int, *, width: int, is_fused: bool, held: int, has_deltas: bool
@@ -54,7 +55,12 @@ class Device:
         return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
 
 
-DEVICES = {"cpu": Device("core"), "reference": Device("reference")}
+DEVICES = {
+    "cpu": Device("core"),
+    "reference": Device("reference"),
+    "cuda": Device("cuda", chunks_at_once=16, chunks_held=80, is_gpu=True),
+    "auto": Device("core"),  # a GPU serves where models are held in memory
+}
 
 
 class Band(NamedTuple):
@@ -97,28 +103,66 @@ class Done(NamedTuple):
     digests: list[list[str]]  # of every chunk of base, models and result; none where not wanted
 
 
-def check_backend(backend: str) -> str:
-    """Refuse a name that no backend has."""
-    if backend not in DEVICES:
-        hint = did_you_mean(backend, DEVICES)
-        raise RecipeError(f"backend {backend!r}: not known{hint}; use one of {', '.join(DEVICES)}")
-    return backend
+def device_of(name: str) -> Device:
+    """Return the device of a name, which may have the number of a GPU: `cuda:1`."""
+    return DEVICES[name.partition(":")[0]]
 
 
-def load(backend: str) -> Any:
-    """Import a backend's kernels; `reference` serves on machines that there is no library for."""
-    name = "reference" if _has_no_library(backend) else DEVICES[check_backend(backend)].module
-    return importlib.import_module(f"dare.kernels.{name}")
+def check_device(name: str) -> str:
+    """Refuse a name that no device has."""
+    kind, colon, number = name.partition(":")
+    if kind not in DEVICES or (colon and not (kind == "cuda" and number.isdecimal())):
+        hint = did_you_mean(kind, DEVICES)
+        known = ", ".join(DEVICES)
+        raise RecipeError(f"device {name!r}: not known{hint}; use one of {known}, or cuda:NUMBER")
+    return name
 
 
-def backend_notices(backend: str) -> Iterator[Notice]:
+def check_is_there(name: str) -> None:
+    """Refuse a GPU that this machine does not have, or cannot use."""
+    if device_of(name).is_gpu:
+        from dare.kernels import cuda
+
+        cuda.find_gpus(name)
+
+
+def keep_on_gpu(name: str, arrays: Iterable[NDArray[Any]]) -> tuple[str, Any]:
+    """Copy arrays to a GPU, if the name is one's, or `auto` and there is one with room.
+
+    Returns the device that has them, and what keeps them there.
+    """
+    if name != "auto" and not device_of(name).is_gpu:
+        return name, None
+    from dare.kernels import cuda
+
+    try:
+        kept = cuda.Residents("cuda" if name == "auto" else name, arrays)
+    except DareError:
+        if name != "auto":
+            raise
+        return "cpu", None
+    return f"cuda:{kept.number}", kept
+
+
+def load(name: str) -> Any:
+    """Return a device's kernels; `reference` serves on machines that there is no library for.
+
+    A GPU's are for one worker.
+    """
+    device = device_of(check_device(name))
+    module = "reference" if _has_no_library(device) else device.module
+    found = importlib.import_module(f"dare.kernels.{module}")
+    return found.Kernels(name) if device.is_gpu else found
+
+
+def device_notices(name: str) -> Iterator[Notice]:
     """Say so where `load` has to take `reference` instead."""
-    if _has_no_library(backend):
+    if _has_no_library(device_of(name)):
         yield notice("no_library", machine=f"{platform.system()} {platform.machine()}")
 
 
-def _has_no_library(backend: str) -> bool:
-    if DEVICES[check_backend(backend)].module != "core":
+def _has_no_library(device: Device) -> bool:
+    if device.module == "reference":
         return False
     from dare.kernels import core
 

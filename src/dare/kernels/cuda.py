@@ -1,31 +1,35 @@
-"""The kernels on a GPU of NVIDIA: `merge`, which takes chunks through a whole merge there.
+"""The kernels on an NVIDIA GPU: `merge`, which takes chunks through a whole merge there.
 
-The compiler of the driver makes a kernel of the headers in `src/core`, which the library for
-processors is made of too, for each shape of merge that occurs; it is kept in the user's cache. So
-the bytes are the same. All other functions are those of `core`: what asks for values of single
-models is computed by the processor.
+NVIDIA's compiler makes a kernel for each shape of merge that occurs, and keeps it in the user's
+cache. It makes it from headers of `src/core`, which the library for processors is made of too: so
+the bytes are the same. All other functions are those of `core`, for what asks for the values of
+single models is computed by the processor.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import ctypes
 import itertools
-from collections.abc import Callable, Sequence
-from functools import cache
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import DareError
+from dare.errors import DareError, RecipeError
 from dare.kernels import ChunkJob, Done, core
 from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
 from dare.tensors.chunks import CHUNK, chunk_count
 
 Bytes = NDArray[np.uint8]
 
-SOURCES = ("types.h", "lane.h", "elements.h", "gpu.h")
+HEADERS = ("types.h", "lane.h", "elements.h", "gpu.h")  # as hatch_build.py packs them
 THREADS, BLOCK_SIZE = 256, 32768  # as in gpu.h
 MOST_MODELS = 8  # with more, compiling takes long, and registers are too few
 ALIGNMENT = 256
@@ -37,7 +41,7 @@ PART = np.dtype(
         ("scale", np.float64),
     ]
 )
-FIGURES = np.dtype((np.uint32, 4))
+FIGURE_BYTES = 16  # four counts of a chunk's model
 
 
 class Shape(NamedTuple):
@@ -54,10 +58,10 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, job: ChunkJob) -> Shape:
         """Return the shape of a job that has models."""
-        kinds = (KINDS[raw.dtype] for raw in (job.base, job.operands[0].tuned, job.out))
+        base, tuned, out = (KINDS[raw.dtype] for raw in (job.base, job.operands[0].tuned, job.out))
         has_masks = any(each.mask is not None for each in job.operands)
         has_bands = any(each.band is not None for each in job.operands)
-        return cls(*kinds, len(job.operands), job.elects, has_masks, has_bands)
+        return cls(base, tuned, out, len(job.operands), job.elects, has_masks, has_bands)
 
     @property
     def macros(self) -> list[tuple[str, str]]:
@@ -66,50 +70,40 @@ class Shape(NamedTuple):
         return list(zip(map(str.upper, self._fields), values, strict=True))
 
 
-class Tables(NamedTuple):
-    """What a kernel is told of some jobs of one shape, and where it leaves figures."""
+class Tables:
+    """What a kernel is told of some jobs of one shape, and what it says of them afterwards."""
 
-    memory: Bytes
-    figures_at: int  # from here on it is written
-    peaks_at: int
-    blocks: int
+    def __init__(self, jobs: Sequence[ChunkJob]) -> None:
+        """Count what the tables take."""
+        self._jobs, self._models = jobs, len(jobs[0].operands)
+        self._chunks = np.cumsum([0, *(chunk_count(job.base.size) for job in jobs)]).tolist()
+        blocks = np.cumsum([0, *(-(-job.base.size // BLOCK_SIZE) for job in jobs)]).tolist()
+        self._first_blocks, self.blocks = blocks[:-1], blocks[-1]
+        self._operands_at = PART.itemsize * len(jobs)
+        self._figures_at = self._operands_at + OPERAND_BYTES * self._models * len(jobs)
+        self._peaks_at = self._figures_at + FIGURE_BYTES * self._models * self._chunks[-1]
+        self.nbytes = self._peaks_at + 4 * len(jobs)
 
+    def fill(self, addresses: Sequence[Sequence[int]], at: int) -> Bytes:
+        """Return the tables for a place in memory, with each job's base, models and result."""
+        memory, models = np.zeros(self.nbytes, np.uint8), self._models
+        parts = memory[: self._operands_at].view(PART)
+        for number, (job, places) in enumerate(zip(self._jobs, addresses, strict=True)):
+            first = self._operands_at + OPERAND_BYTES * models * number
+            operands = operand_table(job.operands, places[1:-1])
+            memory[first : first + OPERAND_BYTES * models] = np.frombuffer(operands, np.uint8)
+            figures_at = self._figures_at + FIGURE_BYTES * models * self._chunks[number]
+            pointers = at + first, at + figures_at, at + self._peaks_at + 4 * number
+            spans = job.start, job.base.size, self._first_blocks[number]
+            parts[number] = (places[0], places[-1], *pointers, *spans, job.scale)
+        return memory
 
-def make_tables(
-    jobs: Sequence[ChunkJob], addresses: Sequence[Sequence[int]], address: int
-) -> Tables:
-    """Lay out the tables of some jobs for a place in memory.
-
-    The addresses are those of each job's base, models and result.
-    """
-    models = len(jobs[0].operands)
-    chunks = np.cumsum([0, *(chunk_count(job.base.size) for job in jobs)])
-    blocks = np.cumsum([0, *(-(-job.base.size // BLOCK_SIZE) for job in jobs)])
-    operands_at = PART.itemsize * len(jobs)
-    figures_at = operands_at + OPERAND_BYTES * models * len(jobs)
-    peaks_at = figures_at + FIGURES.itemsize * models * int(chunks[-1])
-    memory = np.zeros(peaks_at + 4 * len(jobs), np.uint8)
-    parts = memory[:operands_at].view(PART)
-    for part, job, places, number in zip(parts, jobs, addresses, itertools.count(), strict=False):
-        first = operands_at + OPERAND_BYTES * models * number
-        operands = operand_table(job.operands, places[1:-1])
-        memory[first : first + OPERAND_BYTES * models] = np.frombuffer(operands, np.uint8)
-        part["base"], part["out"], part["models"] = places[0], places[-1], address + first
-        part["figures"] = address + figures_at + FIGURES.itemsize * models * int(chunks[number])
-        part["peak"] = address + peaks_at + 4 * number
-        part["start"], part["size"], part["scale"] = job.start, job.base.size, job.scale
-        part["first_block"] = blocks[number]
-    return Tables(memory, figures_at, peaks_at, int(blocks[-1]))
-
-
-def read_tables(jobs: Sequence[ChunkJob], tables: Tables) -> list[tuple[NDArray[np.int64], int]]:
-    """Return the figures and the peak of each job, from tables that a kernel has filled."""
-    models = len(jobs[0].operands)
-    written = tables.memory[tables.figures_at : tables.peaks_at].view(np.uint32)
-    figures = written.reshape(-1, models, 4).astype(np.int64)
-    peaks = tables.memory[tables.peaks_at :].view(np.uint32).tolist()
-    ends = np.cumsum([chunk_count(job.base.size) for job in jobs])
-    return list(zip(np.split(figures, ends[:-1]), peaks, strict=True))
+    def read(self, memory: Bytes) -> list[tuple[NDArray[np.int64], int]]:
+        """Return the figures and the peak of each job, from tables that a kernel has filled."""
+        figures = memory[self._figures_at : self._peaks_at].view(np.uint32).astype(np.int64)
+        peaks = memory[self._peaks_at : self.nbytes].view(np.uint32).tolist()
+        every = np.split(figures.reshape(-1, self._models, 4), self._chunks[1:-1])
+        return list(zip(every, peaks, strict=True))
 
 
 @cache
@@ -118,6 +112,256 @@ def source() -> str:
     here, checkout = Path(__file__).with_name("gpu"), core.CHECKOUT / "src" / "core"
     folder = here if here.is_dir() else checkout
     lines = itertools.chain.from_iterable(
-        (folder / name).read_text(encoding="utf-8").splitlines() for name in SOURCES
+        (folder / name).read_text(encoding="utf-8").splitlines() for name in HEADERS
     )
     return "\n".join(line for line in lines if not line.startswith('#include "')) + "\n"
+
+
+# ---------------------------------------------------------------- the machine's GPUs
+
+
+def find_gpus(name: str) -> list[int]:
+    """Return the numbers of the GPUs that a name stands for: all of them, or `cuda:1` alone."""
+    try:
+        from cuda.core import Device
+    except ImportError:
+        remedy = "install it with pip install 'dare-merge[gpu]', or merge with device = cpu"
+        raise RecipeError(f"device = {name}: needs the extra gpu; {remedy}") from None
+    with _errors_named(name, "see whether nvidia-smi lists the GPU, or merge with device = cpu"):
+        found = [device.device_id for device in Device.get_all_devices()]
+    _, _, number = name.partition(":")
+    if not found or (number and int(number) not in found):
+        there = f"there are {', '.join(map(str, found))}" if found else "there is no GPU"
+        raise RecipeError(f"device = {name}: {there}; merge with device = cpu, or on one that is")
+    return [int(number)] if number else found
+
+
+@contextmanager
+def _errors_named(name: str, remedy: str) -> Iterator[None]:
+    """Say what a GPU's driver or compiler says in a line, with a remedy."""
+    try:
+        yield
+    except DareError:
+        raise
+    except Exception as error:  # cuda.core has no public class of them
+        said = str(error).strip().partition("\n")[0]
+        raise DareError(f"device = {name}: {said}; {remedy}") from error
+
+
+NO_ROOM = "close what else uses the GPU, lower max_memory, or merge with device = cpu"
+_compiling = threading.Lock()
+_opened = itertools.count()  # workers, which share the GPUs
+
+
+def _kernel(shape: Shape, number: int) -> Any:
+    """Return a kernel for a GPU, compiled once by whichever thread asks first."""
+    with _compiling:
+        return _compiled(shape, number)
+
+
+@cache
+def _compiled(shape: Shape, number: int) -> Any:
+    from cuda.core import Device, Program, ProgramOptions
+    from cuda.core.utils import FileStreamProgramCache
+
+    options = ProgramOptions(
+        std="c++17",
+        arch=f"sm_{Device(number).arch}",
+        fma=False,  # each operation is rounded by itself
+        ftz=False,
+        prec_div=True,
+        prec_sqrt=True,
+        device_as_default_execution_space=True,
+        disable_warnings=True,
+        define_macro=shape.macros,
+    )
+    with FileStreamProgramCache() as kept:
+        compiled = Program(source(), "c++", options=options).compile("cubin", cache=kept)
+    return compiled.get_kernel("merge_parts")
+
+
+# ---------------------------------------------------------------- memory of a GPU
+
+
+class _Worker:
+    """One GPU as a thread uses it: a stream of its own, and memory that grows as needed."""
+
+    def __init__(self, number: int) -> None:
+        from cuda.core import Device
+
+        self.number = number
+        self._device = Device(number)
+        self._device.set_current()
+        self.stream = self._device.create_stream()
+        self._room: Any = None
+        self._pinned: list[Any] = []
+
+    def allocate(self, nbytes: int) -> Any:
+        return self._device.allocate(nbytes, stream=self.stream)
+
+    def room(self, nbytes: int) -> int:
+        """Return the address of so many bytes, which the next call gives again."""
+        self._device.set_current()  # for this thread
+        if self._room is None or self._room.size < nbytes:
+            if self._room is not None:
+                self._room.close()
+            self._room = self.allocate(nbytes)
+        return int(self._room.handle)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """Return memory of the machine that the GPU reaches by itself, which is faster."""
+        from cuda.core import LegacyPinnedMemoryResource
+
+        self._device.set_current()
+        buffer = LegacyPinnedMemoryResource().allocate(max(nbytes, 1))
+        self._pinned.append(buffer)  # it is freed with this
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(buffer.handle)))
+
+    def copy(self, to: int, start: int, nbytes: int) -> None:
+        """Copy bytes between any memory of the machine and of the GPU."""
+        from cuda.core import Buffer
+
+        if nbytes:
+            there, here = Buffer.from_handle(to, nbytes), Buffer.from_handle(start, nbytes)
+            there.copy_from(here, stream=self.stream)
+
+    def launch(self, kernel: Any, blocks: int, *arguments: int) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        launch(self.stream, LaunchConfig(grid=blocks, block=THREADS), kernel, *arguments)
+
+
+class Residents:
+    """Arrays of which a GPU has a copy, which kernels find there for as long as this is kept."""
+
+    def __init__(self, name: str, arrays: Iterable[NDArray[Any]]) -> None:
+        """Copy arrays to the first GPU that a name stands for."""
+        self.number = find_gpus(name)[0]
+        places = {(_address(array), array.nbytes): array for array in arrays if array.nbytes}
+        self._arrays = [places[place] for place in sorted(places)]
+        self._starts = [start for start, _ in sorted(places)]
+        with _errors_named(name, NO_ROOM):
+            worker = _Worker(self.number)
+            self._buffers = [worker.allocate(array.nbytes) for array in self._arrays]
+            for array, buffer in zip(self._arrays, self._buffers, strict=True):
+                worker.copy(int(buffer.handle), _address(array), array.nbytes)
+            worker.stream.sync()
+        _residents.add(self)
+
+    def find(self, array: NDArray[Any]) -> int | None:
+        """Return the address that the elements of an array have there, if they have one."""
+        place = bisect_right(self._starts, _address(array)) - 1
+        offset = _address(array) - self._starts[place]
+        if place < 0 or offset + array.nbytes > self._arrays[place].nbytes:
+            return None
+        return int(self._buffers[place].handle) + offset
+
+
+_residents: WeakSet[Residents] = WeakSet()
+
+
+def _resident_address(array: NDArray[Any], number: int) -> int | None:
+    found = (each.find(array) for each in _residents if each.number == number)
+    return next((address for address in found if address is not None), None)
+
+
+# ---------------------------------------------------------------- the kernels of one worker
+
+
+class Kernels:
+    """The functions of `core`, of which a GPU does `merge`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._received: Bytes = np.empty(0, np.uint8)
+
+    @cached_property
+    def _worker(self) -> _Worker:
+        gpus = find_gpus(self._name)
+        return _Worker(gpus[next(_opened) % len(gpus)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(core, name)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        with _errors_named(self._name, "lower max_memory, or merge with device = cpu"):
+            return self._worker.pinned(nbytes)
+
+    def merge(self, jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
+        """Merge what has elements and a few models on the GPU, and the rest here."""
+        groups: dict[Shape | None, list[int]] = {}
+        for number, job in enumerate(jobs):
+            fits = 0 < len(job.operands) <= MOST_MODELS and job.base.size > 0
+            groups.setdefault(Shape.of(job) if fits else None, []).append(number)
+        done: dict[int, Done] = {}
+        for shape, numbers in groups.items():
+            some = [jobs[number] for number in numbers]
+            if shape is None:
+                made = core.merge(some, threshold_bits)
+            else:
+                with _errors_named(self._name, NO_ROOM):
+                    made = self._merge_alike(shape, some, int(threshold_bits))
+            done |= zip(numbers, made, strict=True)
+        return [done[number] for number in range(len(jobs))]
+
+    def _merge_alike(self, shape: Shape, jobs: Sequence[ChunkJob], threshold: int) -> list[Done]:
+        """Merge jobs of one shape; digests are computed here while the GPU works."""
+        worker, size = self._worker, 0
+
+        def place(nbytes: int) -> int:
+            nonlocal size
+            found, size = size, size + -(-nbytes // ALIGNMENT) * ALIGNMENT
+            return found
+
+        inputs = [[job.base, *(each.tuned for each in job.operands)] for job in jobs]
+        there = [[_resident_address(raw, worker.number) for raw in raws] for raws in inputs]
+        missing = [
+            [
+                place(raw.nbytes) if address is None else 0
+                for raw, address in zip(*pair, strict=True)
+            ]
+            for pair in zip(inputs, there, strict=True)
+        ]
+        tables = Tables(jobs)
+        tables_at, outs = place(tables.nbytes), [place(job.out.nbytes) for job in jobs]
+        room = worker.room(size)
+        addresses = [
+            [room + at if address is None else address for address, at in zip(*pair, strict=True)]
+            for pair in zip(there, missing, strict=True)
+        ]
+        filled = tables.fill(
+            [[*a, room + o] for a, o in zip(addresses, outs, strict=True)], room + tables_at
+        )
+        for raws, own, resident in zip(inputs, addresses, there, strict=True):
+            for raw, address, known in zip(raws, own, resident, strict=True):
+                if known is None:
+                    worker.copy(address, _address(raw), raw.nbytes)
+        worker.copy(room + tables_at, _address(filled), filled.nbytes)
+        kernel = _kernel(shape, worker.number)
+        worker.launch(kernel, tables.blocks, room + tables_at, len(jobs), threshold, CHUNK)
+        if self._received.size < size - tables_at:
+            self._received = worker.pinned(size - tables_at)
+        received = self._received
+        worker.copy(_address(received), room + tables_at, size - tables_at)
+        wanted = [
+            [raw[:0] if known else raw for raw, known in zip(raws, job.known, strict=True)]
+            for raws, job in zip(inputs, jobs, strict=True)
+        ]
+        digests = iter(core.digests([raw for raws in wanted for raw in raws]))
+        of_inputs = [[next(digests) for _ in raws] for raws in wanted]
+        worker.stream.sync()
+        for job, out in zip(jobs, outs, strict=True):
+            found = received[out - tables_at :][: job.out.nbytes]
+            job.out.view(np.uint8)[:] = found
+        of_outputs = core.digests([job.out for job in jobs])
+        return [
+            Done(figures, peak, [*own, made])
+            for (figures, peak), own, made in zip(
+                tables.read(received), of_inputs, of_outputs, strict=True
+            )
+        ]
+
+
+def _address(array: NDArray[Any]) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found

@@ -10,11 +10,12 @@ from dare.documents.words import show_size
 from dare.errors import RecipeError
 from dare.formats.recoding import Unit
 from dare.inputs.sources import bytes_for
-from dare.kernels import DEVICES, GROUP, Device
+from dare.kernels import GROUP, Device, device_of
 from dare.planning.data import PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.stages import Stage
 from dare.stores.objects import sending_bytes
+from dare.tensors.chunks import CHUNK
 from dare.tensors.system import available_cores, available_memory
 
 INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and the library take
@@ -110,6 +111,7 @@ class Cost:
             chunks * (2 + len(self.plan.models)) > self._device.chunks_held
             or self._wanted_threads * self._workspace_for(chunks) > half
             or other + self._workspace_for(chunks) > self.max_memory
+            or self._wanted_threads * self._gpu_bytes_for(chunks) > self._max_gpu_memory
         ):
             chunks //= 2
         return chunks
@@ -117,6 +119,20 @@ class Cost:
     @property
     def _wanted_threads(self) -> int:
         return self.plan.options.threads or available_cores()
+
+    @property
+    def _max_gpu_memory(self) -> int:
+        return self.plan.options.max_gpu_memory or 1 << 62
+
+    def _gpu_bytes_for(self, chunks: int) -> int:
+        """Return what a thread sends to a GPU and what it gets back: nothing without one."""
+        elements = CHUNK * chunks * (2 + len(self.plan.models)) if self._device.is_gpu else 0
+        return elements * self.widest
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The most that buffers on GPUs take, and as much of the machine's own memory for them."""
+        return self.threads * self._gpu_bytes_for(self.chunks_at_once)
 
     @property
     def workspace_bytes(self) -> int:
@@ -142,7 +158,7 @@ class Cost:
 
     @property
     def _device(self) -> Device:
-        return DEVICES[self.plan.backend]
+        return device_of(self.plan.device)
 
     @cached_property
     def is_fused(self) -> bool:
@@ -236,11 +252,19 @@ class Cost:
         """Worker threads: those of the recipe or the machine, as far as memory allows."""
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
         left = self.max_memory - self.matrix_bytes - self.shared_bytes
-        return max(1, min(self._wanted_threads, left // one))
+        on_gpu = self._max_gpu_memory // max(1, self._gpu_bytes_for(self.chunks_at_once))
+        return max(1, min(self._wanted_threads, left // one, on_gpu))
 
     def _matrices_for(self, threads: int) -> int:
         """Return the memory of matrices: each thread's work, and results of one more tensor."""
         return threads * self.matrix_work + (threads + 1) * self.matrix_bytes
+
+    def check(self) -> None:
+        """Refuse a plan that needs more memory than it may have."""
+        limits = self.plan.options
+        check_memory(limits.max_memory, self.least_memory, self.largest_matrix)
+        if limits.max_gpu_memory is not None:
+            check_memory(limits.max_gpu_memory, self._gpu_bytes_for(1), name="max_gpu_memory")
 
     @property
     def held_bytes(self) -> int:
@@ -269,6 +293,7 @@ class Cost:
             f"buffers {show_size(self.buffer_bytes)} of at most {show_size(self.max_memory)} "
             f"({'what the threads need' if self.takes_more else 'max_memory'}); "
             f"the process about {show_size(self.peak_memory)}"
+            + (f"; on GPUs {show_size(self.gpu_bytes)}" if self.gpu_bytes else "")
         )
 
 
@@ -277,11 +302,13 @@ def memory_limit(given: int | None, needed: int) -> int:
     return max(DEFAULT_MEMORY, needed) if given is None else given
 
 
-def check_memory(given: int | None, needed: int, reason: str = "") -> None:
+def check_memory(
+    given: int | None, needed: int, reason: str = "", name: str = "max_memory"
+) -> None:
     """Refuse a need for more memory than the user allows, or by default than is free."""
     if given is not None and needed > given:
         least = f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
-        raise RecipeError(f"max_memory = {given}: one thread needs {needed} bytes; {least}")
+        raise RecipeError(f"{name} = {given}: one thread needs {needed} bytes; {least}")
     if given is None and needed > DEFAULT_MEMORY:
         free = available_memory()
         if free is not None and needed > free:

@@ -356,9 +356,9 @@ class PlanData:
     gathered: Gathered | None = None  # the file of what inputs have shown
 
     @property
-    def backend(self) -> str:
-        """The kernels that compute."""
-        return self.options.backend
+    def device(self) -> str:
+        """What computes: a name of `kernels.device_of`."""
+        return self.options.device
 
     @property
     def method(self) -> str:
@@ -436,7 +436,7 @@ class PlanData:
     def fingerprint(self) -> str:
         """A digest of recipe, headers, version and layout; paths and run settings are not in it."""
         described = [
-            [__version__, FORMAT, JOURNAL_VERSION, self.backend],
+            [__version__, FORMAT, JOURNAL_VERSION],
             self.identity,
             [source.fingerprint() for source in self.sources],
             [[t.name, t.fate, t.dtype.name, t.models] for t in self.tensors],

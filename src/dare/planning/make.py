@@ -23,8 +23,7 @@ from dare.formats.recoding import Recoding
 from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
-from dare.kernels import backend_notices
-from dare.planning.cost import check_memory
+from dare.kernels import check_is_there, device_notices
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan
 from dare.recipe.applied import names_of
@@ -171,6 +170,7 @@ def make_plan(
 
     `first_layer` is the number of the first layer, for a part of a stack.
     """
+    check_is_there(options.device)
     recipe = _with_delta_settings(recipe, models)
     recoding = find_recoding(recipe, (base, *models))
     named = list(zip(names, models, strict=True))
@@ -184,7 +184,7 @@ def make_plan(
     severe = [note for note in notes if note.severity is not Severity.NOTE]
     warnings = [
         *(*_recipe_warnings(recipe), *severe, *notices, *_taken_notices(base, names)),
-        *backend_notices(options.backend),
+        *device_notices(options.device),
     ]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
     kept: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def make_plan(
     )
     plan = replace(plan, warnings=(*warnings, *_merged_notices(plan)))
     cost = plan.cost
-    check_memory(options.max_memory, cost.least_memory, cost.largest_matrix)
+    cost.check()
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.max_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""

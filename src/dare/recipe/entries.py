@@ -155,6 +155,9 @@ def in_our_form(document: Mapping[str, Any]) -> dict[str, Any]:
     return find_files(document)[0]
 
 
+NEW_NAMES = {"backend": "device"}  # of what earlier versions called otherwise
+
+
 def find_files(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a document in our form, and by our names those that it has for its files.
 
@@ -174,7 +177,8 @@ def find_files(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
         names[ours] = f"[models] {name}" if is_table else name
         if named.get(name) is not None:
             files[ours] = named[name]
-    return files | {key: v for key, v in document.items() if key not in OUR_NAMES}, names
+    rest = {NEW_NAMES.get(key, key): v for key, v in document.items() if key not in OUR_NAMES}
+    return files | rest, names
 
 
 def _check_table(document: Mapping[str, Any], table: Mapping[str, Any]) -> None:
@@ -196,7 +200,8 @@ def with_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
     {'base': 'b', 'models': ['m'], 'seed': 1}
     """
     find_files(dict.fromkeys(given))
-    return {OUR_NAMES.get(name, name): value for name, value in given.items()}
+    ours = OUR_NAMES | NEW_NAMES
+    return {ours.get(name, name): value for name, value in given.items()}
 
 
 # ---------------------------------------------------------------- entries

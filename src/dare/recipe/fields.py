@@ -36,6 +36,7 @@ class Field:
     default: Any
     marks: tuple[str, ...]
     key: str  # its name in tables, if it is another
+    old: str  # its name in earlier versions
     hint: Any = None  # its type, with the limits
 
     @property
@@ -53,9 +54,11 @@ class Field:
         return check_of(self.hint)
 
 
-def described(text: str, default: Any = REQUIRED, *marks: str, key: str = "", **limits: Any) -> Any:
+def described(
+    text: str, default: Any = REQUIRED, *marks: str, key: str = "", old: str = "", **limits: Any
+) -> Any:
     """Declare a field; one without a default must be given."""
-    return Field(Limits(text, **limits), default, marks, key)
+    return Field(Limits(text, **limits), default, marks, key, old)
 
 
 class Strict:
@@ -67,7 +70,7 @@ class Strict:
     def __init__(self, **given: Any) -> None:
         values, rest = {}, dict(given)
         for name, field in self.fields().items():
-            key = field.key if field.key in given else name
+            key = next((key for key in (field.key, field.old) if key in given), name)
             if key in rest:
                 try:
                     values[name] = field.check(rest.pop(key))
@@ -98,6 +101,15 @@ class Strict:
             for name, field in declared.items()
             if isinstance(field, Field)
         }
+
+    @classmethod
+    def take_from(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Take out of some keywords those that are its fields', by the names they have now."""
+        found = {}
+        for name, field in cls.fields().items():
+            for key in {name, field.old} & given.keys():
+                found[name] = given.pop(key)
+        return found
 
     @classmethod
     def marked(cls, mark: str) -> set[str]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, cast
 
 from dare.documents.values import After, Before, Finite, Limits
 from dare.errors import RecipeError
-from dare.kernels import check_backend
+from dare.kernels import check_device
 from dare.recipe.entries import AnyPath, as_tuple, parse_size
 from dare.recipe.fields import NOT_RECORDED, Strict, described
 
@@ -57,8 +57,16 @@ class RunOptions(Strict):
         None,
         NOT_RECORDED,
     )
-    backend: Annotated[str, After(check_backend)] = described(
-        "The kernels that compute: cpu, or reference, which defines them.", "cpu", NOT_RECORDED
+    device: Annotated[str, After(check_device)] = described(
+        "What computes: cpu, cuda, cuda:1 for that GPU alone, or auto. The bytes are the same.",
+        "cpu",
+        NOT_RECORDED,
+        old="backend",
+    )
+    max_gpu_memory: Size | None = described(
+        "Memory for buffers on GPUs, such as 4GiB; by default what the threads' batches take.",
+        None,
+        NOT_RECORDED,
     )
 
 

@@ -418,12 +418,12 @@ class Request:
     @classmethod
     def of(cls, **fields: Any) -> Self:
         """Build a request from the fields of a recipe and options, all by their names."""
-        options = {name: fields.pop(name) for name in RunOptions.fields() if name in fields}
+        options = RunOptions.take_from(fields)
         return cls(Recipe(**fields), RunOptions(**options))
 
     def changed(self, **fields: Any) -> Self:
         """Return the request with some fields and options changed, checked like any other."""
-        options = {name: fields.pop(name) for name in RunOptions.fields() if name in fields}
+        options = RunOptions.take_from(fields)
         recipe = self.recipe.changed(**fields) if fields else self.recipe
         return replace(self, recipe=recipe, options=self.options.changed(**options))
 

@@ -1,4 +1,4 @@
-"""The seam for devices: what a device does for a merge, and the backend for arrays on the CPU.
+"""The seam for devices: what a device does for a merge, and the backend for arrays.
 
 A backend takes a batch of chunks, of one tensor or several, as stored bytes. In one call it
 combines them, adds the result to the base, stores it in the type of the output, counts and hashes.
@@ -122,11 +122,6 @@ class Backend(ABC):
         """Show a tensor of all models to the survey of the combine stage, or to refine stages."""
 
 
-def open_backend(plan: Plan) -> Backend:
-    """Make a backend of the plan's kind."""
-    return _BACKENDS[plan.backend](plan)
-
-
 # True for a model that is given by deltas; for each stage its function, settings and draw.
 _ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
 
@@ -151,16 +146,17 @@ def _records_of(
 
 
 class ArrayBackend(Backend):
-    """Computes on NumPy arrays, with the kernels `cpu` or `reference`."""
+    """Computes on NumPy arrays, with the kernels of any device."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._kernels = kernels.load(plan.backend)
+        self._kernels = kernels.load(plan.device)
         chunks = plan.cost.chunks_at_once
         self.batch_elements = CHUNK * chunks
         span = self.batch_elements * plan.cost.widest
-        self.inputs = np.empty((1 + len(plan.models), span), np.uint8)
-        self.output = aligned_bytes(span + ALIGNMENT)
+        room = getattr(self._kernels, "pinned", aligned_bytes)  # which a GPU is sent faster
+        self.inputs = room((1 + len(plan.models)) * span).reshape(-1, span)
+        self.output = room(span + ALIGNMENT)
         # Chunks that can be merged as one, because no stage asks for values.
         self._together = chunks if plan.cost.is_fused else 1
         self._scratch = Scratch(CHUNK * self._together)
@@ -349,4 +345,6 @@ class ArrayBackend(Backend):
         return counts
 
 
-_BACKENDS: dict[str, Callable[[Plan], Backend]] = {"cpu": ArrayBackend, "reference": ArrayBackend}
+def open_backend(plan: Plan) -> Backend:
+    """Make a backend for the plan's device."""
+    return ArrayBackend(plan)

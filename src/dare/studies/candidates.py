@@ -24,6 +24,7 @@ from dare.documents.words import counted, named, show_size
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import Inputs
 from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
+from dare.kernels import keep_on_gpu
 from dare.output.memory import (
     WRITING,
     Arrays,
@@ -73,13 +74,19 @@ class Candidates:
     """
 
     def __init__(self, recipe: AnyRecipe, *, threads: int | None = None) -> None:
-        """Read all weights; `threads` overrides the number of threads in the recipe."""
+        """Read all weights; `threads` overrides the number of threads in the recipe.
+
+        With the option `device`, a GPU holds them too, and candidates are merged there.
+        """
         request = make_request(recipe, threads=threads)
         given, self.options = request.recipe, request.options
         self.recipe, opened = open_recipe(given, self.options, rescales=False)
         plan_inputs(self.recipe, opened, self.options)  # refuses models that cannot be merged
         sources = (opened.base, *opened.models)
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
+        elements = (each.elements for weights in held for each in weights.values())
+        device, self._on_gpu = keep_on_gpu(self.options.device, elements)
+        self.options = self.options.changed(device=device)
         self.names = tuple(opened.base.tensors)  # of the base's tensors
         self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
         # By file: under its path in the recipe, and under that of the hub's commit.

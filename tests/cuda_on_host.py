@@ -1,0 +1,142 @@
+"""`cuda.core` as far as kernels use it, with this machine in the place of GPUs.
+
+Memory is the machine's, streams do all at once, and a compiler of C++ makes the kernels. So all but
+the driver runs in tests on machines that have no GPU.
+"""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+GPUS = 2
+
+
+class Buffer:
+    def __init__(self, handle, size, memory=None):
+        self.handle, self.size, self._memory = handle, size, memory
+
+    @classmethod
+    def of(cls, size):
+        memory = np.full(size, 0xAA, np.uint8)
+        return cls(memory.ctypes.data, size, memory)
+
+    from_handle = classmethod(lambda cls, handle, size: cls(handle, size))
+
+    def copy_from(self, source, *, stream):
+        assert stream is not None
+        assert source.size == self.size
+        ctypes.memmove(self.handle, source.handle, self.size)
+
+    def close(self):
+        self._memory = None
+
+
+class Stream:
+    def sync(self):
+        pass
+
+
+class Device:
+    most_bytes = 1 << 30
+
+    def __init__(self, device_id=0):
+        self.device_id, self.arch = device_id, "90"
+
+    @classmethod
+    def get_all_devices(cls):
+        return [cls(number) for number in range(GPUS)]
+
+    def set_current(self):
+        pass
+
+    def create_stream(self):
+        return Stream()
+
+    def allocate(self, size, *, stream):
+        assert stream is not None
+        if size > self.most_bytes:
+            raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: not enough memory")
+        return Buffer.of(size)
+
+
+class LegacyPinnedMemoryResource:
+    allocate = staticmethod(Buffer.of)
+
+
+class ProgramOptions:
+    def __init__(self, **options):
+        assert options["fma"] is options["ftz"] is False
+        self.macros = options["define_macro"]
+
+
+class Program:
+    def __init__(self, code, kind, options):
+        assert kind == "c++"
+        self._code, self._macros = code, tuple(options.macros)
+
+    def compile(self, target, *, cache):
+        assert target == "cubin"
+        return Compiled(cache.folder, self._code, self._macros)
+
+
+class Compiled:
+    def __init__(self, folder, code, macros):
+        self._library = compiled(folder, code, macros)
+
+    def get_kernel(self, name):
+        return getattr(self._library, f"dare_{name}_any")
+
+
+@functools.cache
+def compiled(folder, code, macros):
+    if COMPILER is None:
+        pytest.skip("needs a compiler of C++")
+    file = Path(folder, "-".join(value for _, value in macros))
+    file.with_suffix(".cc").write_text(code)
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
+    defined = [f"-D{name}={value}" for name, value in macros]
+    files = [file.with_suffix(".cc"), "-o", file.with_suffix(".so")]
+    subprocess.run([COMPILER, *flags, *defined, *files], check=True)
+    return ctypes.CDLL(str(file.with_suffix(".so")))
+
+
+class LaunchConfig:
+    def __init__(self, *, grid, block):
+        assert block == 256
+        self.grid = grid
+
+
+def launch(_stream, config, kernel, *arguments):
+    kernel(*map(ctypes.c_int64, (*arguments, config.grid)))
+
+
+class FileStreamProgramCache:
+    folder = ""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture(scope="session")
+def gpu_on_host(tmp_path_factory):
+    """Have the machine play two GPUs."""
+    FileStreamProgramCache.folder = str(tmp_path_factory.mktemp("kernels"))
+    core, utils = ModuleType("cuda.core"), ModuleType("cuda.core.utils")
+    for each in (Buffer, Device, LegacyPinnedMemoryResource, LaunchConfig, ProgramOptions, Program):
+        setattr(core, each.__name__, each)
+    core.launch, utils.FileStreamProgramCache = launch, FileStreamProgramCache
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ModuleType("cuda"), core, utils):
+            patch.setitem(sys.modules, module.__name__, module)
+        yield

@@ -1,0 +1,130 @@
+"""Merges on GPUs, with this machine in their place; `make test-gpu` asks a real one."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import cuda_on_host
+import dare
+from dare.errors import RecipeError
+from dare.kernels import cuda
+from dare.recipe.options import RunOptions
+from dare.recipe.recipe import Request
+from helpers import sha256
+
+pytestmark = pytest.mark.usefixtures("gpu_on_host")
+
+METHODS = {
+    "dare+linear": {"drop_rate": 0.7},
+    "dare+ties": {"drop_rate": 0.5, "weight": [1.0, -0.5, 0.25]},
+    "trim+ties": {"keep_ratio": 0.3},
+    "trim+sum": {"keep_ratio": 0.3, "scope": "model"},
+    "darex+sum": {"drop_rate": 0.9},
+    "breadcrumbs+ties": {},
+    "della+ties": {},
+    "consensus": {},
+    "karcher": {},
+    "tsv": {},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("models"), np.random.default_rng(7)
+    base = {
+        "wide": rng.normal(0, 1, (700, 801)).astype(np.float16),
+        "square": rng.normal(0, 1, (64, 64)).astype(np.float32),
+        "empty": np.empty((0, 4), np.float32),
+        "scalar": np.float32(0.5),
+        "row": rng.normal(0, 1, 130).astype(np.float32),
+        "steps": np.arange(6),
+    }
+    files = [folder / f"{name}.safetensors" for name in ("base", "a", "b", "c")]
+    save_file({name: np.asarray(array) for name, array in base.items()}, files[0])
+    for file in files[1:]:
+        changed = {name: np.asarray(array).copy() for name, array in base.items()}
+        for array in changed.values():
+            if array.dtype.kind == "f":
+                array[...] += rng.normal(0, 0.01, array.shape).astype(array.dtype)
+        save_file(changed, file)
+    return files
+
+
+def recipe(models, output, method, **settings):
+    base, *tuned = models
+    how = {"method": method, "output": output, "verbose": False, "threads": 2}
+    return {"base": base, "models": tuned, **how, **METHODS.get(method, {}), **settings}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bytes_and_the_report_are_those_of_the_processor(models, tmp_path, method):
+    reports = [
+        dare.merge(**recipe(models, tmp_path / f"{place}.safetensors", method, device=device))
+        for place, device in enumerate(("cpu", "cuda", "cuda:1"))
+    ]
+    assert len({sha256(report.output) for report in reports}) == 1
+    assert reports[0].tensors == reports[1].tensors == reports[2].tensors
+    assert reports[0].models == reports[1].models == reports[2].models
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")])
+def test_what_one_device_began_another_ends(models, tmp_path, devices):
+    settings = recipe(models, tmp_path / "m.safetensors", "dare+ties", threads=1)
+    settings["max_memory"] = dare.plan(**settings, device="cuda").cost.least_memory
+
+    def stop_late(done, total):
+        if done > 0.9 * total:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        dare.merge(**settings, device=devices[0], progress=stop_late)
+    report = dare.merge(**settings, device=devices[1])
+    assert report.resumed_chunks > 0
+    fresh = recipe(models, tmp_path / "fresh.safetensors", "dare+ties")
+    assert report.digests == dare.merge(**fresh).digests
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_candidates_lie_on_a_gpu(models, tmp_path, device):
+    base, *tuned = models
+    there, here = (
+        dare.Candidates(Request.of(base=base, models=tuned, method="dare+ties", device=name))
+        for name in (device, "cpu")
+    )
+    assert there.options.device == "cuda:0"
+    assert here.options.device == "cpu"
+    for changed in ({}, {"drop_rate": 0.2, "scale": 0.5}, {"method": "linear"}):
+        made, expected = there.make(changed), here.make(changed)
+        assert made.digest == expected.digest
+        for name, array in made.arrays.items():
+            np.testing.assert_array_equal(array, expected.arrays[name])
+
+
+def test_without_a_gpu_auto_is_the_processor(models, monkeypatch):
+    monkeypatch.setattr(cuda_on_host.Device, "get_all_devices", list)
+    settings = recipe(models, None, "linear", device="auto")
+    assert dare.Candidates(settings).options.device == "cpu"
+    with pytest.raises(RecipeError, match=r"cuda.*no GPU"):
+        dare.plan(**settings | {"device": "cuda"})
+
+
+def test_the_limit_for_gpus_holds(models, monkeypatch):
+    settings = recipe(models, None, "linear", device="cuda", threads=3)
+    usual, small = dare.plan(**settings), dare.plan(**settings, max_gpu_memory="20MiB")
+    assert small.cost.gpu_bytes <= 20 << 20 < usual.cost.gpu_bytes
+    assert dare.plan(**settings | {"device": "cpu"}).cost.gpu_bytes == 0
+    with pytest.raises(RecipeError, match=r"max_gpu_memory = 1000:.*at least 20"):
+        dare.plan(**settings, max_gpu_memory=1000)
+    sizes, room = [], cuda._Worker.room
+    monkeypatch.setattr(cuda._Worker, "room", lambda *a: (sizes.append(a[1]), room(*a))[1])
+    dare.merge(**settings | {"output": models[0].parent / "m.safetensors"}, max_gpu_memory="20MiB")
+    assert max(sizes) < 20 << 20
+
+
+def test_the_earlier_name_of_the_option_is_known(models):
+    assert RunOptions(backend="reference").device == "reference"
+    assert dare.plan(**recipe(models, None, "linear", backend="reference")).device == "reference"
