@@ -52,7 +52,7 @@ def test_every_field_of_a_recipe_has_a_flag():
     # each parameter's own flag; --quiet; dare search; a table of a recipe
     elsewhere = {"stages", "verbose", "search", "tokens", "merges", "layers"}
     known = {*Recipe.fields(), *RunOptions.fields()}
-    assert set(FIELDS) | elsewhere == known - {"backend"}  # which is for Python alone
+    assert set(FIELDS) | elsewhere == known
     assert not set(FIELDS) & elsewhere
 
 

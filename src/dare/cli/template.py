@@ -31,7 +31,7 @@ COMPARED = (
 
 # Fields that stand first or in tables, the digest, which an edited recipe will not have, and what
 # is for Python alone.
-ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest", "backend"}
+ELSEWHERE = {"base", "models", "output", "stages", "tensors", "search", "output_digest"}
 INNER = ("layers", "merges")  # tables of recipes, which stand last
 
 

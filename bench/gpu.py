@@ -1,0 +1,219 @@
+"""Merges on a GPU beside those on the processor: the kernel, whole merges, candidates in memory.
+
+    python bench/gpu.py /dev/shm/gpu --parameters 0.95e9
+
+Each part compares bytes and figures first, so that nothing that is wrong is timed. Needs torch,
+which makes the models: a base and three fine-tunes in bf16, deltas of σ = 0.001. Best of five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import dare
+from dare.kernels import Band, ChunkJob, Operand, core, cuda
+from dare.tensors.chunks import CHUNK
+from dare.tensors.mask import keep_threshold, mask_key
+
+MODELS, ROUNDS = 3, 5
+SAMPLE = 1 << 25  # elements that are compared
+THRESHOLD = int(np.float32(0.002).view(np.int32))
+COLUMNS = 4096
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "dare+linear": {"masks": True},
+    "ties": {"elects": True},
+    "dare+ties": {"masks": True, "elects": True},
+    "trim+ties": {"bands": True, "elects": True},
+}
+
+
+def main() -> None:
+    """Run all parts, or some."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="where models are made; in memory, if possible")
+    parser.add_argument("--parameters", type=float, default=0.95e9, help="of a model (0.95e9)")
+    parser.add_argument("--parts", nargs="+", default=["kernel", "files", "candidates"])
+    options = parser.parse_args()
+    print(torch.cuda.get_device_name(), flush=True)
+    parts = {"kernel": kernels, "files": files, "candidates": candidates}
+    for part in options.parts:
+        parts[part](options.folder, int(options.parameters))
+
+
+def best_ms(run: Callable[[], object], repeat: int = 1) -> float:
+    """The least time of some rounds, of `repeat` runs each, in milliseconds for one."""
+    times = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) / repeat)
+    return 1000 * min(times)
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+def job_of(
+    size: int, *, masks: bool = False, bands: bool = False, elects: bool = False
+) -> ChunkJob:
+    """A job whose arrays have no memory until they are touched."""
+    arrays = [np.empty(size, np.uint16) for _ in range(2 + MODELS)]
+    mask = divmod(keep_threshold(0.9), 1 << 32)
+    least = int(np.float32(0.001).view(np.int32))
+    operands = [
+        Operand(
+            tuned,
+            (*mask_key(number, "w"), *mask) if masks else None,
+            Band(least, size // 2, 0x7F800000, 0) if bands else None,
+            np.float32(1 / MODELS),
+            1.0,
+        )
+        for number, tuned in enumerate(arrays[1:-1])
+    ]
+    known = [True] * (1 + MODELS)
+    return ChunkJob(arrays[0], operands, 0, elects, np.float32(1), arrays[-1], known)
+
+
+def kernels(_folder: Path, _parameters: int) -> None:
+    """Time the kernel on 2³⁰ elements in the GPU's memory."""
+    size = 1 << 30
+    weights = torch.empty((2 + MODELS, size), dtype=torch.bfloat16, device="cuda")
+    weights[0].normal_(0, 0.02)
+    for tuned in weights[1:-1]:
+        tuned.normal_(0, 0.001).add_(weights[0])
+    print(f"copy: {best_ms(lambda: weights[:2].copy_(weights[2:4])) * 5 / 4:.2f} ms", flush=True)
+    weights[1].normal_(0, 0.001).add_(weights[0])
+    for name, how in METHODS.items():
+        started = time.perf_counter()
+        job = job_of(size, **how)
+        kernel = cuda._kernel(cuda.Shape.of(job), 0)
+        compiled = time.perf_counter() - started
+        worker = cuda._Worker(0)
+        addresses = [[row.data_ptr() for row in weights]]
+
+        run = functools.partial(launch, worker, kernel, addresses)
+        check(name, weights, job_of(SAMPLE, **how), run)
+        many, one = (best_ms(functools.partial(run, job, count)) for count in (21, 1))
+        print(f"{name}: {(many - one) / 20:.2f} ms; ready to run in {compiled:.2f} s", flush=True)
+
+
+def launch(
+    worker: Any, kernel: Any, addresses: list[list[int]], job: ChunkJob, count: int
+) -> list[tuple[Any, int]]:
+    """Launch a kernel so many times; return what its tables say."""
+    tables = cuda.Tables([job])
+    memory = torch.empty(tables.nbytes, dtype=torch.uint8, device="cuda")
+    memory.copy_(torch.from_numpy(tables.fill(addresses, memory.data_ptr())))
+    torch.cuda.synchronize()
+    for _ in range(count):
+        worker.launch(kernel, tables.blocks, memory.data_ptr(), 1, THRESHOLD, CHUNK)
+    worker.stream.sync()
+    return tables.read(memory.cpu().numpy())
+
+
+def check(name: str, weights: Any, job: ChunkJob, run: Callable[..., Any]) -> None:
+    """Compare bytes, figures and the peak of a sample with the library's."""
+    rows = weights[:, : job.base.size].view(torch.int16).cpu().numpy().view(np.uint16)
+    operands = [
+        each._replace(tuned=row) for each, row in zip(job.operands, rows[1:-1], strict=True)
+    ]
+    out = np.empty_like(job.base)
+    expected = core.merge([job._replace(base=rows[0], operands=operands, out=out)], THRESHOLD)[0]
+    ((figures, peak),) = run(job, 1)
+    made = weights[-1, : job.base.size].view(torch.int16).cpu().numpy().view(np.uint16)
+    assert np.array_equal(made, out), f"{name}: {np.count_nonzero(made != out)} bytes differ"
+    assert np.array_equal(figures, expected.figures), f"{name}: figures differ"
+    assert peak == expected.peak, f"{name}: the peak differs"
+
+
+# ---------------------------------------------------------------- whole merges
+
+
+def make_files(folder: Path, parameters: int) -> list[Path]:
+    """Files of a base and fine-tunes, made if they are not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.safetensors" for name in ("base", "a", "b", "c")]
+    if paths[-1].exists():
+        return paths
+    rows = parameters // 32 // COLUMNS
+    shapes = {f"model.layers.{n}.mlp.up_proj.weight": (rows, COLUMNS) for n in range(32)}
+    torch.manual_seed(0)
+    base = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+        for name, shape in shapes.items()
+    }
+    for path in paths:
+        changed = base
+        if path != paths[0]:
+            changed = {n: w + torch.empty_like(w).normal_(0, 0.001) for n, w in base.items()}
+        save_file({name: weight.cpu() for name, weight in changed.items()}, path)
+    return paths
+
+
+def files(folder: Path, parameters: int) -> None:
+    """Time whole processes of `dare merge`, which take turns."""
+    base, *tuned = make_files(folder, parameters)
+    for method in ("dare+linear", "dare+ties", "trim+ties"):
+        times: dict[str, list[float]] = {"cpu": [], "cuda": []}
+        digests = set()
+        for _ in range(ROUNDS):
+            for device, found in times.items():
+                command = [sys.executable, "-m", "dare", "merge", "--json", "--overwrite"]
+                command += ["--base", str(base), "--models", *map(str, tuned), "--method", method]
+                command += ["--output", str(folder / "merged.safetensors"), "--device", device]
+                started = time.perf_counter()
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found.append(time.perf_counter() - started)
+                digests.add(json.loads(done.stdout)["digests"]["output"])
+        assert len(digests) == 1, "the digests differ"
+        print(method, {device: round(min(found), 2) for device, found in times.items()}, flush=True)
+
+
+# ---------------------------------------------------------------- candidates
+
+
+def candidates(folder: Path, parameters: int) -> None:
+    """Time candidates that are written into a model on the GPU."""
+    base, *tuned = make_files(folder, parameters)
+    model = {n: torch.empty_like(w, device="cuda") for n, w in load(base).items()}
+    for method in ("dare+linear", "dare+ties"):
+        digests = set()
+        for device in ("cpu", "cuda"):
+            request = dare.Request.of(base=base, models=tuned, method=method, device=device)
+            held = dare.Candidates(request)
+            times = []
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                digests.add(held.write_into(model, {"drop_rate": 0.9}))
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - started)
+            print(method, device, f"{1000 * min(times):.0f} ms a candidate", flush=True)
+            del held
+        assert len(digests) == 1, "the digests differ"
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+if __name__ == "__main__":
+    main()
