@@ -16,8 +16,17 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from dare.kernels import cuda
+
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 GPUS = 2
+IS_REAL = "DARE_TEST_GPU" in os.environ
+on_host_only = pytest.mark.skipif(IS_REAL, reason="what it asks cannot be had of a real GPU")
+
+
+def last_gpu():
+    """The name of the last of the GPUs."""
+    return f"cuda:{cuda.find_gpus('cuda')[-1]}"
 
 
 class Buffer:
@@ -132,7 +141,7 @@ class FileStreamProgramCache:
 @pytest.fixture(scope="session")
 def gpu_on_host(tmp_path_factory):
     """Have the machine play two GPUs, unless it has a real one that is to be tested."""
-    if "DARE_TEST_GPU" in os.environ:
+    if IS_REAL:
         yield
         return
     FileStreamProgramCache.folder = str(tmp_path_factory.mktemp("kernels"))

@@ -7,6 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import cuda_on_host
+from cuda_on_host import last_gpu
 from dare.errors import DareError, RecipeError
 from dare.kernels import Band, ChunkJob, Operand, check_device, check_is_there, core, cuda
 from dare.tensors.chunks import CHUNK
@@ -105,8 +106,8 @@ def test_what_a_gpu_holds_is_not_sent_again(monkeypatch):
     jobs = [job_of(KINDS["bf16"], CHUNK + 300, seed=seed) for seed in range(2)]
     expected = [(done.digests, figures_of(done)) for done in core.merge(jobs, THRESHOLD)]
     arrays = [raw for job in jobs for raw in (job.base, *(each.tuned for each in job.operands))]
-    held = cuda.Residents("cuda:1", arrays)
-    kernels, sent = cuda.Kernels("cuda:1"), []
+    held = cuda.Residents(last_gpu(), arrays)
+    kernels, sent = cuda.Kernels(last_gpu()), []
     copy = cuda._Worker.copy
     monkeypatch.setattr(cuda._Worker, "copy", lambda *a: (sent.append(a[-1]), copy(*a))[1])
     found = kernels.merge(jobs, THRESHOLD)
@@ -124,6 +125,7 @@ def test_more_models_than_a_kernel_takes_are_merged_here():
     assert cuda.Kernels("cuda").merge(jobs, THRESHOLD)[0].digests == expected
 
 
+@cuda_on_host.on_host_only
 def test_too_little_memory_is_said_with_a_remedy(monkeypatch):
     kernels = cuda.Kernels("cuda")
     monkeypatch.setattr(cuda_on_host.Device, "most_bytes", 1000)

@@ -6,6 +6,7 @@ from safetensors.numpy import save_file
 
 import cuda_on_host
 import dare
+from cuda_on_host import last_gpu
 from dare.errors import RecipeError
 from dare.kernels import cuda
 from dare.recipe.options import RunOptions
@@ -60,7 +61,7 @@ def recipe(models, output, method, **settings):
 def test_the_bytes_and_the_report_are_those_of_the_processor(models, tmp_path, method):
     reports = [
         dare.merge(**recipe(models, tmp_path / f"{place}.safetensors", method, device=device))
-        for place, device in enumerate(("cpu", "cuda", "cuda:1"))
+        for place, device in enumerate(("cpu", "cuda", last_gpu()))
     ]
     assert len({sha256(report.output) for report in reports}) == 1
     assert reports[0].tensors == reports[1].tensors == reports[2].tensors
@@ -104,6 +105,7 @@ def test_candidates_lie_on_a_gpu(models, tmp_path, device):
             np.testing.assert_array_equal(array, expected.arrays[name])
 
 
+@cuda_on_host.on_host_only
 def test_without_a_gpu_auto_is_the_processor(models, monkeypatch):
     monkeypatch.setattr(cuda_on_host.Device, "get_all_devices", list)
     settings = recipe(models, None, "linear", device="auto")
