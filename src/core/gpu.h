@@ -12,11 +12,10 @@ enum {
   THREADS = 256,
   CALLS_PER_THREAD = 8,
   BLOCK_SIZE = THREADS * CALLS_PER_THREAD * RUN * RUNS,  // elements; a block is of one chunk
-  TOGETHER = MODELS <= 4 ? RUNS : 1  // runs that are loaded together, as registers allow
+  // As registers allow: runs that are loaded together, and blocks of a multiprocessor.
+  TOGETHER = MODELS <= 4 ? RUNS : 1,
+  AT_ONCE = MODELS <= 4 ? 2 : 1
 };
-#ifndef AT_ONCE
-#define AT_ONCE (MODELS <= 4 ? 3 : 1)  // blocks of a multiprocessor, which divide its registers
-#endif
 #define EACH_LANE 0x01010101u
 #define KEPT 0x80808080u  // the highest bit of a byte says whether its element is kept
 

@@ -119,6 +119,22 @@ def test_what_a_gpu_holds_is_not_sent_again(monkeypatch):
     assert sum(sent) > sum(raw.nbytes for raw in arrays)
 
 
+def test_memory_that_nobody_uses_is_given_out_again():
+    kernels = cuda.Kernels("cuda")
+    first = kernels.pinned(5000)
+    part, address = first[1000:], first.ctypes.data
+    del first
+    second = kernels.pinned(5000)
+    assert second.ctypes.data != address  # a part of it is still used
+    del part
+    again = kernels.pinned(4000)
+    assert again.ctypes.data == address
+    del again
+    kept = [second, kernels.pinned(90_000)]
+    assert sorted(buffer.size for buffer in cuda._pinned) == [5000, 90_000]
+    del kept
+
+
 def test_more_models_than_a_kernel_takes_are_merged_here():
     jobs = [job_of(KINDS["bf16"], 500, models=cuda.MOST_MODELS + 1)]
     expected = core.merge(jobs, THRESHOLD)[0].digests

@@ -8,6 +8,7 @@ single models is computed by the processor.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import threading
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,6 +183,34 @@ def _compiled(shape: Shape, number: int) -> Any:
 
 # ---------------------------------------------------------------- memory of a GPU
 
+# Memory of the machine that GPUs reach by themselves, all of it and what nobody uses now: it takes
+# long to get. It must be given back while there is a driver, that is before the process ends.
+_pinned: list[Any] = []
+_unused: list[Any] = []
+_allocating = threading.Lock()
+
+
+def _pinned_buffer(nbytes: int) -> Any:
+    from cuda.core import LegacyPinnedMemoryResource
+
+    with _allocating:
+        for place, buffer in enumerate(_unused):
+            if nbytes <= buffer.size <= 2 * nbytes:
+                return _unused.pop(place)
+        while _unused:  # merges of other sizes are over
+            _pinned.remove(buffer := _unused.pop())
+            buffer.close()
+        _pinned.append(LegacyPinnedMemoryResource().allocate(nbytes))
+        return _pinned[-1]
+
+
+def _close(buffers: list[Any]) -> None:
+    while buffers:
+        buffers.pop().close()
+
+
+atexit.register(_close, _pinned)
+
 
 class _Worker:
     """One GPU as a thread uses it: a stream of its own, and memory that grows as needed."""
@@ -193,8 +222,8 @@ class _Worker:
         self._device = Device(number)
         self._device.set_current()
         self.stream = self._device.create_stream()
-        self._room: Any = None
-        self._pinned: list[Any] = []
+        self._rooms: list[Any] = []  # one at most
+        finalize(self, _close, self._rooms)
 
     def allocate(self, nbytes: int) -> Any:
         return self._device.allocate(nbytes, stream=self.stream)
@@ -202,20 +231,18 @@ class _Worker:
     def room(self, nbytes: int) -> int:
         """Return the address of so many bytes, which the next call gives again."""
         self._device.set_current()  # for this thread
-        if self._room is None or self._room.size < nbytes:
-            if self._room is not None:
-                self._room.close()
-            self._room = self.allocate(nbytes)
-        return int(self._room.handle)
+        if not self._rooms or self._rooms[0].size < nbytes:
+            _close(self._rooms)
+            self._rooms.append(self.allocate(nbytes))
+        return int(self._rooms[0].handle)
 
     def pinned(self, nbytes: int) -> Bytes:
         """Return memory of the machine that the GPU reaches by itself, which is faster."""
-        from cuda.core import LegacyPinnedMemoryResource
-
         self._device.set_current()
-        buffer = LegacyPinnedMemoryResource().allocate(max(nbytes, 1))
-        self._pinned.append(buffer)  # it is freed with this
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(buffer.handle)))
+        buffer = _pinned_buffer(max(nbytes, 1))
+        memory = (ctypes.c_uint8 * nbytes).from_address(int(buffer.handle))
+        finalize(memory, _unused.append, buffer).atexit = False  # when no array is left of it
+        return np.ctypeslib.as_array(memory)
 
     def copy(self, to: int, start: int, nbytes: int) -> None:
         """Copy bytes between any memory of the machine and of the GPU."""
@@ -246,6 +273,7 @@ class Residents:
             for array, buffer in zip(self._arrays, self._buffers, strict=True):
                 worker.copy(int(buffer.handle), _address(array), array.nbytes)
             worker.stream.sync()
+        finalize(self, _close, self._buffers)
         _residents.add(self)
 
     def find(self, array: NDArray[Any]) -> int | None:

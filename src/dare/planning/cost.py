@@ -118,7 +118,8 @@ class Cost:
 
     @property
     def _wanted_threads(self) -> int:
-        return self.plan.options.threads or available_cores()
+        cores = available_cores()
+        return self.plan.options.threads or min(cores, self._device.most_threads or cores)
 
     @property
     def _max_gpu_memory(self) -> int:
