@@ -27,7 +27,7 @@ WASM_CORE := decode draw combine count_bins collect_keys add_scaled add_to_base 
 CORE := hatch_build.py $(wildcard src/core/*.[ch])
 
 .PHONY: help demo core test lint types unit coverage docs pictures playground test-attack test-browser \
-	test-real test-peers test-cluster test-everywhere test-stores bench pre-commit \
+	test-real test-peers test-gpu test-cluster test-everywhere test-stores bench pre-commit \
 	check-workflows wasm clean experiment release test-defects
 # How many times the attacks of `make test`, and from which seed on.
 ATTACK_SIZE := 20
@@ -45,6 +45,7 @@ help:
 	@echo "make test-browser  the pages in chromium, which must be installed"
 	@echo "make test-real   real models: SmolLM2 and MiniLM, fine-tuned, merged, loaded (minutes)"
 	@echo "make test-cluster  merges on a Ray cluster of three nodes, killed and restarted (minutes)"
+	@echo "make test-gpu    the bytes of a GPU of NVIDIA, which must be there"
 	@echo "make test-peers  agreement with mergekit and PEFT (installs them, and torch)"
 	@echo "make test-everywhere  one recipe on threads, a cluster, slices and a store: one SHA-256"
 	@echo "make test-defects  seed sixty defects, one at a time: the tests must find each (an hour)"
@@ -169,6 +170,10 @@ test-cluster: $(VENV)/dev-ready
 
 test-everywhere: $(VENV)/dev-ready $(STORES)/ready
 	$(BIN)/python tests/cluster/inside.py -rP -k test_one_sha256
+
+test-gpu: $(VENV)/dev-ready
+	$(BIN)/python $(PIP) --editable '.[gpu]'
+	DARE_TEST_GPU=1 $(BIN)/python -m pytest --quiet tests/kernels/test_gpu.py tests/run/test_gpu_merges.py
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers

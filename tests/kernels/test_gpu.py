@@ -157,5 +157,5 @@ def test_a_gpu_that_is_not_there_is_refused(name):
 
 def test_without_the_extra_the_remedy_is_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(RecipeError, match=r"dare-merge\[gpu\]"):
+    with pytest.raises(RecipeError, match=r"pip install .*gpu"):
         check_is_there("cuda")

@@ -23,7 +23,7 @@ from weakref import WeakSet, finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from dare.errors import DareError, RecipeError
+from dare.errors import DareError, RecipeError, install_command
 from dare.kernels import ChunkJob, Done, core
 from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
 from dare.tensors.chunks import CHUNK, chunk_count
@@ -126,7 +126,7 @@ def find_gpus(name: str) -> list[int]:
     try:
         from cuda.core import Device
     except ImportError:
-        remedy = "install it with pip install 'dare-merge[gpu]', or merge with device = cpu"
+        remedy = f"{install_command('gpu')}, or merge with device = cpu"
         raise RecipeError(f"device = {name}: needs the extra gpu; {remedy}") from None
     with _errors_named(name, "see whether nvidia-smi lists the GPU, or merge with device = cpu"):
         found = [device.device_id for device in Device.get_all_devices()]
