@@ -9,7 +9,16 @@ from numpy.testing import assert_array_equal
 import cuda_on_host
 from cuda_on_host import last_gpu
 from dare.errors import DareError, RecipeError
-from dare.kernels import Band, ChunkJob, Operand, check_device, check_is_there, core, cuda
+from dare.kernels import (
+    MOST_ON_GPU,
+    Band,
+    ChunkJob,
+    Operand,
+    check_device,
+    check_is_there,
+    core,
+    cuda,
+)
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.mask import keep_threshold, mask_key
@@ -136,7 +145,7 @@ def test_memory_that_nobody_uses_is_given_out_again():
 
 
 def test_more_models_than_a_kernel_takes_are_merged_here():
-    jobs = [job_of(KINDS["bf16"], 500, models=cuda.MOST_MODELS + 1)]
+    jobs = [job_of(KINDS["bf16"], 500, models=MOST_ON_GPU + 1)]
     expected = core.merge(jobs, THRESHOLD)[0].digests
     assert cuda.Kernels("cuda").merge(jobs, THRESHOLD)[0].digests == expected
 

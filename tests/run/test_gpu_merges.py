@@ -114,6 +114,16 @@ def test_without_a_gpu_auto_is_the_processor(models, monkeypatch):
         dare.plan(**settings | {"device": "cuda"})
 
 
+@pytest.mark.parametrize(("method", "count"), [("dare+ties", 0), ("della+ties", 5), ("tsv", 5)])
+def test_the_plan_says_what_the_processor_merges(models, method, count):
+    settings = recipe(models, None, method)
+    for device in ("cuda", "cpu"):
+        notes = dare.plan(**settings, device=device).notes
+        told = [note.text for note in notes if note.code == "not_on_gpu"]
+        assert len(told) == (device == "cuda" and count > 0)
+        assert not told or f"{count} of" in told[0]
+
+
 def test_the_limit_for_gpus_holds(models, monkeypatch):
     settings = recipe(models, None, "linear", device="cuda", threads=3)
     usual, small = dare.plan(**settings), dare.plan(**settings, max_gpu_memory="20MiB")

@@ -26,6 +26,7 @@ LANES_MULTIPLE = 8192
 # Distance between rows of sums: not a power of two, or they would share cache sets.
 ROW = LANES_MULTIPLE + 16
 STAGE_FLOATS = 8  # as an election's four sums and their balance, or four arrays of float64
+MOST_ON_GPU = 8  # models that one of its kernels takes: more need too many registers
 GROUP = 4  # models whose values a survey of pairs holds, beside those of one more
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError, RecipeError, install_command
-from dare.kernels import ChunkJob, Done, core
+from dare.kernels import MOST_ON_GPU, ChunkJob, Done, core
 from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
 from dare.tensors.chunks import CHUNK, chunk_count
 
@@ -32,7 +32,6 @@ Bytes = NDArray[np.uint8]
 
 HEADERS = ("types.h", "lane.h", "elements.h", "gpu.h")  # as hatch_build.py packs them
 THREADS, BLOCK_SIZE = 256, 32768  # as in gpu.h
-MOST_MODELS = 8  # with more, compiling takes long, and registers are too few
 ALIGNMENT = 256
 KIND_NAMES = {0: "F64", 1: "F32", 2: "F16", 3: "BF16", 4: "F8_E4M3", 5: "F8_E5M2"}
 PART = np.dtype(
@@ -319,7 +318,7 @@ class Kernels:
         """Merge what has elements and a few models on the GPU, and the rest here."""
         groups: dict[Shape | None, list[int]] = {}
         for number, job in enumerate(jobs):
-            fits = 0 < len(job.operands) <= MOST_MODELS and job.base.size > 0
+            fits = 0 < len(job.operands) <= MOST_ON_GPU and job.base.size > 0
             groups.setdefault(Shape.of(job) if fits else None, []).append(number)
         done: dict[int, Done] = {}
         for shape, numbers in groups.items():

@@ -23,7 +23,7 @@ from dare.formats.recoding import Recoding
 from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
-from dare.kernels import check_is_there, device_notices
+from dare.kernels import MOST_ON_GPU, check_is_there, device_notices, device_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan
 from dare.recipe.applied import names_of
@@ -239,15 +239,23 @@ def make_plan(
         gathered=gathered,
     )
     plan = replace(plan, warnings=(*warnings, *_merged_notices(plan)))
+    plan.cost.check()
+    return replace(plan, notes=(*plan.notes, *_notes_on_resources(plan)))
+
+
+def _notes_on_resources(plan: Plan) -> Iterator[Notice]:
+    """Say where more memory is taken than usual, and what no GPU will merge."""
     cost = plan.cost
-    cost.check()
     if cost.takes_more:
         usual, needed = map(show_size, (DEFAULT_MEMORY, cost.max_memory))
         reason = f": {cost.largest_matrix}" if cost.largest_matrix else ""
         threads = counted(cost.threads, "thread")
-        memory = notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
-        return replace(plan, notes=(*plan.notes, memory))
-    return plan
+        yield notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
+    merged = list(plan.merged())
+    here = [t for t in merged if not t.is_lazy or t.refine_stages or len(t.models) > MOST_ON_GPU]
+    if here and device_of(plan.device).is_gpu:
+        tensors = f"{len(here)} of {counted(len(merged), 'tensor')}"
+        yield notice("not_on_gpu", device=plan.device, tensors=tensors)
 
 
 def _plan_tensor(
