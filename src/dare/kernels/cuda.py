@@ -1,9 +1,8 @@
-"""The kernels on an NVIDIA GPU: `merge`, which takes chunks through a whole merge there.
+"""The kernels on an NVIDIA GPU: it does `merge`, which takes chunks through a whole merge.
 
-NVIDIA's compiler makes a kernel for each shape of merge that occurs, and keeps it in the user's
-cache. It makes it from headers of `src/core`, which the library for processors is made of too: so
-the bytes are the same. All other functions are those of `core`, for what asks for the values of
-single models is computed by the processor.
+A kernel is compiled for each shape of merge that occurs, and kept in the user's cache. It is made
+of headers in `src/core`, as the library for processors is, so the bytes are the same. All other
+functions are those of `core`: what needs the values of single models is computed by the processor.
 """
 
 from __future__ import annotations
@@ -273,7 +272,8 @@ class Residents:
                 worker.copy(int(buffer.handle), _address(array), array.nbytes)
             worker.stream.sync()
         finalize(self, _close, self._buffers)
-        _residents.add(self)
+        with _allocating:
+            _residents.add(self)
 
     def find(self, array: NDArray[Any]) -> int | None:
         """Return the address that the elements of an array have there, if they have one."""
@@ -288,7 +288,8 @@ _residents: WeakSet[Residents] = WeakSet()
 
 
 def _resident_address(array: NDArray[Any], number: int) -> int | None:
-    found = (each.find(array) for each in _residents if each.number == number)
+    with _allocating:
+        found = [each.find(array) for each in _residents if each.number == number]
     return next((address for address in found if address is not None), None)
 
 
@@ -333,60 +334,77 @@ class Kernels:
 
     def _merge_alike(self, shape: Shape, jobs: Sequence[ChunkJob], threshold: int) -> list[Done]:
         """Merge jobs of one shape; digests are computed here while the GPU works."""
-        worker, size = self._worker, 0
-
-        def place(nbytes: int) -> int:
-            nonlocal size
-            found, size = size, size + -(-nbytes // ALIGNMENT) * ALIGNMENT
-            return found
-
-        inputs = [[job.base, *(each.tuned for each in job.operands)] for job in jobs]
-        there = [[_resident_address(raw, worker.number) for raw in raws] for raws in inputs]
-        missing = [
-            [
-                place(raw.nbytes) if address is None else 0
-                for raw, address in zip(*pair, strict=True)
-            ]
-            for pair in zip(inputs, there, strict=True)
+        worker, room = self._worker, _Room()
+        inputs = [
+            [room.add(raw, worker.number) for raw in (job.base, *(o.tuned for o in job.operands))]
+            for job in jobs
         ]
         tables = Tables(jobs)
-        tables_at, outs = place(tables.nbytes), [place(job.out.nbytes) for job in jobs]
-        room = worker.room(size)
+        results_at = room.take(tables.nbytes)  # from here on it is sent back
+        outs = [room.take(job.out.nbytes) for job in jobs]
+        start = worker.room(room.size)
         addresses = [
-            [room + at if address is None else address for address, at in zip(*pair, strict=True)]
-            for pair in zip(there, missing, strict=True)
+            [*(each.address(start) for each in own), start + out]
+            for own, out in zip(inputs, outs, strict=True)
         ]
-        filled = tables.fill(
-            [[*a, room + o] for a, o in zip(addresses, outs, strict=True)], room + tables_at
-        )
-        for raws, own, resident in zip(inputs, addresses, there, strict=True):
-            for raw, address, known in zip(raws, own, resident, strict=True):
-                if known is None:
-                    worker.copy(address, _address(raw), raw.nbytes)
-        worker.copy(room + tables_at, _address(filled), filled.nbytes)
+        filled = tables.fill(addresses, start + results_at)
+        for each in itertools.chain.from_iterable(inputs):
+            if each.resident is None:
+                worker.copy(each.address(start), _address(each.raw), each.raw.nbytes)
+        worker.copy(start + results_at, _address(filled), filled.nbytes)
         kernel = _kernel(shape, worker.number)
-        worker.launch(kernel, tables.blocks, room + tables_at, len(jobs), threshold, CHUNK)
-        if self._received.size < size - tables_at:
-            self._received = worker.pinned(size - tables_at)
-        received = self._received
-        worker.copy(_address(received), room + tables_at, size - tables_at)
+        worker.launch(kernel, tables.blocks, start + results_at, len(jobs), threshold, CHUNK)
+        results = self._receive(start + results_at, room.size - results_at)
         wanted = [
-            [raw[:0] if known else raw for raw, known in zip(raws, job.known, strict=True)]
-            for raws, job in zip(inputs, jobs, strict=True)
+            each.raw[:0] if is_known else each.raw
+            for own, job in zip(inputs, jobs, strict=True)
+            for each, is_known in zip(own, job.known, strict=True)
         ]
-        digests = iter(core.digests([raw for raws in wanted for raw in raws]))
-        of_inputs = [[next(digests) for _ in raws] for raws in wanted]
+        of_inputs = iter(core.digests(wanted))
         worker.stream.sync()
         for job, out in zip(jobs, outs, strict=True):
-            found = received[out - tables_at :][: job.out.nbytes]
-            job.out.view(np.uint8)[:] = found
+            job.out.view(np.uint8)[:] = results[out - results_at :][: job.out.nbytes]
         of_outputs = core.digests([job.out for job in jobs])
         return [
-            Done(figures, peak, [*own, made])
-            for (figures, peak), own, made in zip(
-                tables.read(received), of_inputs, of_outputs, strict=True
+            Done(figures, peak, [*itertools.islice(of_inputs, len(own)), of_output])
+            for (figures, peak), own, of_output in zip(
+                tables.read(results), inputs, of_outputs, strict=True
             )
         ]
+
+    def _receive(self, start: int, nbytes: int) -> Bytes:
+        """Have bytes of the GPU sent; they are there when its stream is done."""
+        if self._received.size < nbytes:
+            self._received = self._worker.pinned(nbytes)
+        self._worker.copy(_address(self._received), start, nbytes)
+        return self._received[:nbytes]
+
+
+class _Input(NamedTuple):
+    """An array that a kernel reads: where the GPU has it, or its place in the room."""
+
+    raw: NDArray[Any]
+    resident: int | None
+    place: int
+
+    def address(self, room: int) -> int:
+        return room + self.place if self.resident is None else self.resident
+
+
+class _Room:
+    """The memory that some jobs take on a GPU."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, nbytes: int) -> int:
+        """Return the place of so many bytes."""
+        place, self.size = self.size, self.size + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def add(self, raw: NDArray[Any], number: int) -> _Input:
+        resident = _resident_address(raw, number)
+        return _Input(raw, resident, 0 if resident else self.take(raw.nbytes))
 
 
 def _address(array: NDArray[Any]) -> int:
