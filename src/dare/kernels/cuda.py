@@ -334,7 +334,7 @@ class Kernels:
 
     def _merge_alike(self, shape: Shape, jobs: Sequence[ChunkJob], threshold: int) -> list[Done]:
         """Merge jobs of one shape; digests are computed here while the GPU works."""
-        worker, room = self._worker, _Room()
+        worker, room = self._worker, _GpuRoom()
         inputs = [
             [room.add(raw, worker.number) for raw in (job.base, *(o.tuned for o in job.operands))]
             for job in jobs
@@ -380,7 +380,7 @@ class Kernels:
         return self._received[:nbytes]
 
 
-class _Input(NamedTuple):
+class _GpuArray(NamedTuple):
     """An array that a kernel reads: where the GPU has it, or its place in the room."""
 
     raw: NDArray[Any]
@@ -391,7 +391,7 @@ class _Input(NamedTuple):
         return room + self.place if self.resident is None else self.resident
 
 
-class _Room:
+class _GpuRoom:
     """The memory that some jobs take on a GPU."""
 
     def __init__(self) -> None:
@@ -402,9 +402,9 @@ class _Room:
         place, self.size = self.size, self.size + -(-nbytes // ALIGNMENT) * ALIGNMENT
         return place
 
-    def add(self, raw: NDArray[Any], number: int) -> _Input:
+    def add(self, raw: NDArray[Any], number: int) -> _GpuArray:
         resident = _resident_address(raw, number)
-        return _Input(raw, resident, 0 if resident else self.take(raw.nbytes))
+        return _GpuArray(raw, resident, 0 if resident else self.take(raw.nbytes))
 
 
 def _address(array: NDArray[Any]) -> int:
