@@ -1,9 +1,10 @@
 """Tensors that an adapter represents, computed from the factors and rows that it stores.
 
-A LoRA's change of a matrix, or of each expert's matrix, is a sum of products. DoRA's magnitudes and
-the rows of trained tokens turn the base's weights into whole weights. All are computed in float32,
-for the requested elements only. `Read` fills an array with elements of what whole weights are
-computed from: the base's weights plus the change by the factors.
+A LoRA's change of a matrix, or of each expert's matrix, is a sum of products; other kinds multiply
+products by each other, element by element (LoHa) or as blocks (LoKr). DoRA's magnitudes, IA³'s
+vectors and the rows of trained tokens turn the base's weights into whole weights. All are computed
+in float32, for the requested elements only. `Read` fills an array with elements of what whole
+weights are computed from: the base's weights plus the change by the factors.
 """
 
 from __future__ import annotations
@@ -12,17 +13,31 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import RLock
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.inputs.sources import Floats, Raw, Source, decoded, read_floats
+from dare.inputs.sources import Floats, Raw, Source, SourceView, decoded, read_floats
 from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import STORAGE_TYPES
+from dare.tensors.header import TensorInfo
 
 Read = Callable[[int, Floats], None]
 
 PIECE = 1 << 20  # elements of the left factor that are read at once
+SPAN = 1 << 16  # elements of IA³'s whole weights that are computed at once
+
+
+class Change(Protocol):
+    """A change of a tensor, computed from what is stored."""
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory beside a chunk."""
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,161 @@ def _as_matrix(stored: Source, key: str) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
+# ---------------------------------------------------------------- kinds other than LoRA
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix that is stored as it is."""
+
+    key: str
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory for the elements, as they are stored and decoded."""
+        return 12 * min(CHUNK, stored.tensors[self.key].elements)
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Read the elements from `start` on."""
+        into[:] = read_floats(stored, self.key, start, into.size)
+
+
+@dataclass(frozen=True)
+class HadamardProduct:
+    """LoHa: two matrices multiplied element by element."""
+
+    one: Change
+    other: Change
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory beside a chunk: that for one of the two, and the other's elements."""
+        most = max(self.one.reading_bytes(stored), self.other.reading_bytes(stored))
+        return most + 4 * CHUNK
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        self.one.fill(stored, start, into)
+        others = np.empty_like(into)
+        self.other.fill(stored, start, others)
+        into *= others
+
+
+@dataclass(frozen=True)
+class KroneckerProduct:
+    """LoKr: a small matrix with each element replaced by a block, which is it times another matrix.
+
+    The rows of the left matrix are repeated for each of the blocks' `inner` rows. If the blocks
+    have `outer` dimensions, whose rows come first, all of this is repeated for each of those.
+    """
+
+    left: Change
+    right: Change  # outer · inner × right_columns
+    scale: float
+    outer: int
+    left_rows: int
+    inner: int
+    left_columns: int
+    right_columns: int
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory beside a chunk: rows of both matrices, and whole rows of the result."""
+        columns = self.left_columns * self.right_columns
+        rows = min(self.inner, CHUNK // max(1, columns) + 2)
+        most = max(self.left.reading_bytes(stored), self.right.reading_bytes(stored))
+        return most + 4 * (rows * (columns + self.right_columns) + 2 * self.left_columns)
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        columns, end = self.left_columns * self.right_columns, start + into.size
+        row, last = start // columns, -(-end // columns)
+        while row < last:
+            block, inner = divmod(row, self.inner)
+            outer, left_row = divmod(block, self.left_rows)
+            numbers = np.empty(self.left_columns, np.float32)
+            self.left.fill(stored, left_row * self.left_columns, numbers)
+            numbers *= np.float32(self.scale)
+            count = min(self.inner - inner, last - row)
+            rows = np.empty((count, 1, self.right_columns), np.float32)
+            first = (outer * self.inner + inner) * self.right_columns
+            self.right.fill(stored, first, rows.reshape(-1))
+            values, first = (numbers[:, None] * rows).reshape(-1), row * columns
+            begin, stop = max(start, first), min(end, first + values.size)
+            into[begin - start : stop - start] = values[begin - first : stop - first]
+            row += count
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """A factor of AdaLoRA or VeRA: the first columns of a matrix, each row times a number."""
+
+    key: str
+    numbers: str
+    shape: tuple[int, int]
+
+    def reading_bytes(self, stored: Source) -> int:  # noqa: ARG002
+        """Return the memory for some rows, as they are stored and decoded, and multiplied."""
+        return 12 * min(math.prod(self.shape), max(PIECE, self.shape[1]))
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        columns, end = self.shape[1], start + into.size
+        last, most = -(-end // columns), max(1, PIECE // columns)
+        for top in range(start // columns, last, most):
+            bottom, first = min(top + most, last), top * columns
+            rows = read_block(stored, self.key, top, bottom, 0, columns)
+            rows = rows * read_floats(stored, self.numbers, top, bottom - top)[:, None]
+            begin, stop = max(start, first), min(end, bottom * columns)
+            into[begin - start : stop - start] = rows.reshape(-1)[begin - first : stop - first]
+
+
+@dataclass(frozen=True)
+class KernelFactor:
+    """The right factor of a convolution in LoHa or LoKr, whose rank is also that of its kernel.
+
+    Columns × rank, the columns being inputs × kernel: the product of a stored rank × inputs, turned
+    around, and rank × rank × kernel, with the first rank last.
+    """
+
+    kernel: str
+    inputs: str
+    shape: tuple[int, int]
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory for all of it, in both orders, and for both factors, twice."""
+        factors = sum(stored.tensors[key].elements for key in (self.kernel, self.inputs))
+        return 4 * (2 * math.prod(self.shape) + 3 * factors)
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute all elements, and return those from `start` on."""
+        rank = self.shape[1]
+        inputs = np.ascontiguousarray(read_block(stored, self.inputs, 0, rank).T)
+        cubes = read_block(stored, self.kernel, 0, rank).reshape(rank, rank, -1)
+        kernel = np.ascontiguousarray(cubes.transpose(1, 0, 2)).reshape(rank, -1)
+        values = np.empty(len(inputs) * kernel.shape[1], np.float32)
+        kernels.load("cpu").low_rank(inputs, kernel, 0, np.float32(1), values)
+        values = values.reshape(len(inputs), rank, -1).transpose(0, 2, 1).reshape(-1)
+        into[:] = values[start : start + into.size]
+
+
+class FactorView(SourceView):
+    """The stored tensors of an adapter, and factors that are computed from them."""
+
+    def __init__(self, stored: Source) -> None:
+        self._made: dict[str, ScaledRows | KernelFactor] = {}
+        super().__init__(stored, dict(stored.tensors), computed=self._made)
+
+    def make(self, name: str, made: ScaledRows | KernelFactor) -> str:
+        """Add a factor; return its name."""
+        self._made[name] = made
+        infos = {name: TensorInfo(name, STORAGE_TYPES["F32"], made.shape, 0)}
+        self.tensors = {**self.tensors, **infos}
+        most = max(made.reading_bytes(self.inner) for made in self._made.values())
+        self.cost = self.inner.cost.with_reading(most)
+        return name
+
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        self._made[name].fill(self.inner, start, into)
+
+
 # ---------------------------------------------------------------- whole weights
 
 _NORMS_LOCK = RLock()
@@ -204,3 +374,28 @@ class TrainedRows:
                 position = place * self.columns + begin - first
                 part = read_floats(stored, self.key, position, last - begin)
                 into[begin - start : last - start] = part
+
+
+@dataclass(frozen=True)
+class ScaledWeights:
+    """IA³: the base's weights times numbers, one for each output or for each input.
+
+    `step` elements have the same number, and the next `step` the next. After the last the first
+    follows, or in another group of a convolution the first of those for that group.
+    """
+
+    key: str
+    step: int
+    count: int  # of numbers, in a group
+    group: int  # elements of a group
+
+    reading_bytes = 24 * SPAN
+
+    def fill(self, read: Read, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        read(start, into)
+        numbers = read_floats(stored, self.key, 0, stored.tensors[self.key].elements)
+        for begin in range(0, into.size, SPAN):
+            part = into[begin : begin + SPAN]
+            place = np.arange(start + begin, start + begin + part.size)
+            part *= numbers[place // self.step % self.count + place // self.group * self.count]

@@ -1,10 +1,10 @@
-"""LoRA adapters as PEFT writes them, presented as the deltas they represent.
+"""LoRA and other adapters as PEFT writes them, presented as the deltas they represent.
 
 ΔW = scaling · B·A, computed for the requested rows, in float32 and in a fixed order: the bytes do
 not depend on how a matrix is cut. Tensors that the adapter holds in full (`modules_to_save`,
 biases) are presented as they are, or with ΔW added if there is one (PEFT also stores an embedding
-that has a LoRA in full). Missing tensors are unchanged. With DoRA and trained tokens, the results
-are whole weights, computed from the base's.
+that has a LoRA in full). Missing tensors are unchanged. With DoRA, IA³ and trained tokens, the
+results are whole weights, computed from the base's. `adapter_kinds` has the other kinds' formulas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.adapter_tensors import DoraMagnitudes, Product, TrainedRows
+from dare.inputs.adapter_kinds import NEED_BASE, PARTS, SHARED, Layer
+from dare.inputs.adapter_tensors import (
+    Change,
+    DoraMagnitudes,
+    FactorView,
+    Product,
+    ScaledWeights,
+    TrainedRows,
+)
 from dare.inputs.sources import (
     DeltaInfo,
     FileSource,
@@ -51,6 +59,7 @@ F32 = STORAGE_TYPES["F32"]
 
 MERGE_INTO_BASE = "merge it into its base: dare merge BASE ADAPTER -o OUT"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload), and give the result as a model"
+IF_PEFT_CAN = "if PEFT can merge it (merge_and_unload), give the result as a model"
 CONVERT_WITH_PEFT = "save it with PEFT's path_initial_model_for_weight_conversion"
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("lora.toml").read_text("utf-8"))
 
@@ -62,6 +71,7 @@ CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 # Model types whose experts are stored inputs × outputs, which PEFT asks the modules about.
 TURNED_EXPERTS = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text")
 PARAMETERS: list[str] = _TABLES["parameters"]
+KINDS: dict[str, dict[str, str]] = _TABLES["kinds"]
 
 # Ways to initialise that subtract the initial product from the base's weights; LoftQ changes them
 # in another way.
@@ -81,6 +91,7 @@ _MADE = re.compile(
     r"^(.*)\.(lora_magnitude_vector|token_adapter\.trainable_tokens_delta)(?:\..+)?$"
 )
 _PREFIX = "base_model.model."
+_MARKS = ("lora_", "trainable_tokens", "hada_", "lokr_", "ia3_l", "vera_lambda_")
 
 
 class ModulePattern:
@@ -146,9 +157,20 @@ class Adapter:
     # The tokens with trained rows, by the ends of names of embeddings.
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     initial: Path | None = None  # the adapter before training, if it was subtracted from the base
+    kind: str = field(default="LORA", repr=False)
+    # The modules whose inputs IA³ multiplies; all others' outputs.
+    feedforward: tuple[ModulePattern, ...] = field(default=(), repr=False)
 
-    def scaling(self, module: str, rank: int) -> float:
+    def rank_of(self, module: str) -> float:
+        """Return the rank of a module, by the settings."""
+        return _matching("rank_pattern", self.rank_pattern, module, self.rank or 0)
+
+    def scaling(self, module: str, rank: float) -> float:
         """Return the factor on B·A for a module, by its name without `base_model.model.`."""
+        if self.kind == "ADALORA":
+            return (self.alpha if self.alpha > 0 else rank) / ((self.rank or 0) + 1e-5)
+        if self.kind in NEED_BASE:
+            return 1.0
         alpha = _matching("alpha_pattern", self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -193,11 +215,11 @@ class LoraSource(SourceView):
         self._base_tensors: Mapping[str, TensorInfo] = {} if base is None else base.tensors
         self._base_names: dict[str, str] = {}  # of tensors that the base calls something else
         # Whole weights that are computed from the base's, rather than changes.
-        self._adapted: dict[str, DoraMagnitudes | TrainedRows] = {}
+        self._adapted: dict[str, DoraMagnitudes | TrainedRows | ScaledWeights] = {}
         self._stored = stored
         self._whole: dict[str, str] = {}
         # The change of each tensor: a sum, where the base has one tensor under several names.
-        self._products: dict[str, tuple[Product, ...]] = {}
+        self._products: dict[str, tuple[Change, ...]] = {}
         super().__init__(stored, {}, self._whole, computed=self._products)
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
@@ -211,27 +233,29 @@ class LoraSource(SourceView):
         ranks: dict[str, int] = {}
         magnitudes: dict[str, str] = {}
         tokens: dict[str, str] = {}
+        parts: dict[str, dict[str, str]] = {}  # of adapters of other kinds
+        form = PARTS.get(self.adapter.kind)
         kinds = {"lora_magnitude_vector": magnitudes} if self.adapter.use_dora else {}
         kinds["token_adapter.trainable_tokens_delta"] = tokens
         for key, info in self._stored.tensors.items():
             if key.startswith(INITIAL):
                 continue
             name = key.removeprefix(_PREFIX)
-            if factor := _FACTOR.match(name):
+            if form and (match := form.match(name)):
+                self._put(key, match[2], parts.setdefault(match[1], {}))
+            elif form is None and (factor := _FACTOR.match(name)):
                 module, embedding, letter, part = factor.groups()
                 if not info.shape:
                     raise InputError(f"{self.path}: {key} is a single number, not a LoRA factor")
                 kind = "bias" if part == ".bias" else "embedding" if embedding else "weight"
-                pair = factors.setdefault((module, kind), {})
-                admit(info, (), str(self.path), as_weight=True)
-                if letter in pair or (kind == "bias" and letter == "A"):
-                    raise self._refusal(key, pair.get(letter))
-                pair[letter] = key
+                if kind == "bias" and letter == "A":
+                    raise self._refusal(key)
+                self._put(key, letter, factors.setdefault((module, kind), {}))
                 if letter == "A":
                     ranks[module] = info.shape[0]
             elif (made := _MADE.match(name)) and made[2] in kinds:
                 kinds[made[2]][made[1]] = key
-            elif "lora_" in name or "trainable_tokens" in name:
+            elif any(mark in name for mark in _MARKS):
                 raise self._refusal(key)
             else:
                 name = re.sub(r"\.(modules_to_save|original_module)\.[^.]+\.", ".", name)
@@ -239,6 +263,9 @@ class LoraSource(SourceView):
                 if self._whole.setdefault(name, key) != key:
                     raise self._refusal(key, self._whole[name])
                 self._add(replace(info, name=name))
+        shared = parts.pop(SHARED, {})
+        for module, keys in parts.items():
+            self._add_layer(module, {**shared, **keys})
         parameters = self._find_parameters([module for module, _ in factors])
         for (module, kind), pair in factors.items():
             if module in parameters:
@@ -255,6 +282,65 @@ class LoraSource(SourceView):
             self._add_tokens(module, key)
         if self.adapter.initial is not None:
             self._subtract_initial()
+
+    def _put(self, key: str, part: str, parts: dict[str, str]) -> None:
+        """Add a stored tensor to the parts of a layer."""
+        admit(self._stored.tensors[key], (), str(self.path), as_weight=True)
+        if parts.setdefault(part, key) != key:
+            raise self._refusal(key, parts[part])
+
+    def _add_layer(self, module: str, keys: Mapping[str, str]) -> None:
+        """Add a layer of an adapter of another kind than LoRA."""
+        adapter, name, rank = self.adapter, f"{module}.weight", self.adapter.rank_of(module)
+        shape, bias = self._find_in_base(module)
+        if adapter.kind in NEED_BASE and not shape:
+            raise InputError(f"{self.path}: {name} is not in the base; {MERGE_WITH_PEFT}")
+        if adapter.kind == "ADALORA" and not rank:
+            return  # nothing is left of it, so the layer is unchanged
+        if not isinstance(self._stored, FactorView):
+            self._stored = FactorView(self._stored)
+        adapted = {}
+        try:
+            scale, is_transposed = adapter.scaling(module, rank), self._is_transposed(module)
+            layer = Layer(module, keys, self._stored, rank, scale, is_transposed, shape)
+            if adapter.kind != "IA3":
+                shape, change = layer.change(adapter.kind)
+                self._add(TensorInfo(name, F32, shape, 0), change)
+            else:
+                by_input = any(pattern.matches(module) for pattern in adapter.feedforward)
+                adapted[name] = shape, layer.multiplied(by_input=by_input)
+                if bias and not by_input:
+                    numbers = ScaledWeights(keys["ia3_l"], 1, bias[0], bias[0])
+                    adapted[f"{module}.bias"] = bias, numbers
+        except (KeyError, ValueError, ZeroDivisionError):
+            tensors = self._stored.tensors
+            forms = ", ".join(f"{part} {tensors[key].form}" for part, key in keys.items())
+            what = f"{module} has {forms}, which do not fit its settings and the base"
+            raise InputError(f"{self.path}: {what}; give it as PEFT saved it") from None
+        for tensor, (form, weights) in adapted.items():
+            self._add(TensorInfo(tensor, F32, form, 0))
+            self._products[tensor] = ()
+            self._adapted[tensor] = weights
+
+    def _find_in_base(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a module's weight and bias in the base; () for what is not known.
+
+        The beginnings of names may differ in the base's files. Modules that have the same end must
+        have the same shapes.
+        """
+        base, parts, kinds = self._base_tensors, module.split("."), ("weight", "bias")
+        for first in range(len(parts)):
+            end = f".{'.'.join(parts[first:])}.weight"
+            names = [name for name in base if f".{name}".endswith(end)]
+            found = [name.removesuffix(".weight") for name in names]
+            if f"{module}.weight" in base:
+                found = [module]
+            infos = ([base.get(f"{name}.{kind}") for kind in kinds] for name in found)
+            shapes = {tuple(info.shape if info else () for info in both) for both in infos}
+            if found:
+                weight, bias = shapes.pop() if len(shapes) == 1 else ((), ())
+                return weight, bias
+        return (), ()
 
     def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the parameters that have their own LoRA, by the names of their factors."""
@@ -337,7 +423,7 @@ class LoraSource(SourceView):
 
     def _add_magnitudes(self, name: str, key: str | None) -> None:
         (product,) = self._products.get(name, (None,))
-        if key is None or product is None or product.experts > 1:
+        if key is None or not isinstance(product, Product) or product.experts > 1:
             raise InputError(f"{self.path}: {name} lacks part of its DoRA; the adapter is damaged")
         rows, _, columns = product.sides(self._stored)
         made = DoraMagnitudes(key, rows, columns, by_column=product.transposed)
@@ -372,6 +458,7 @@ class LoraSource(SourceView):
         stored = self._stored.tensors
         for name, products in self._products.items():
             for product in products:
+                assert isinstance(product, Product)  # or the adapter would not be LoRA
                 left, right = (f"{INITIAL}{key}" for key in (product.left, product.right))
                 pairs = ((left, product.left), (right, str(product.right)))
                 if any(i not in stored or stored[i].shape != stored[k].shape for i, k in pairs):
@@ -390,7 +477,7 @@ class LoraSource(SourceView):
                 what = f"{name} is computed from the base's tensor, and the base {found}"
                 raise InputError(f"{self.path}: {what}; give the base that it was trained on")
 
-    def _add(self, info: TensorInfo, product: Product | None = None) -> None:
+    def _add(self, info: TensorInfo, product: Change | None = None) -> None:
         """Add a tensor stored in full, or a change, perhaps to such a tensor."""
         admit(info, self._products, str(self.path))
         self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
@@ -481,7 +568,8 @@ def open_form(opening: Opening) -> LoraSource:
     path, base = opening.path, opening.base
     adapter, weights = check_folder(opening)
     is_plain = weights.name == WEIGHTS_NAME
-    if base is None and (adapter.use_dora or adapter.tokens or adapter.initial):
+    is_made = adapter.use_dora or adapter.tokens or adapter.initial or adapter.kind in NEED_BASE
+    if base is None and is_made:
         raise InputError(f"{path}: cannot be read without its base; {MERGE_INTO_BASE}")
     ahead = opening.most_ahead_bytes
     stored: Source = FileSource(weights, ahead) if is_plain else TorchSource(weights)
@@ -526,25 +614,33 @@ def read_config(path: Path) -> Adapter:
 
 
 def parse_config(config: Any, file: Path) -> Adapter:
-    """Return the settings of an adapter; refuse other kinds than LoRA, with the reason."""
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA":
-        raise InputError(f"{file}: peft_type is {kind!r}; only 'LORA' adapters can be merged")
+    """Return the settings of an adapter; refuse kinds that are not read, with the reason."""
+    kind = str(config.get("peft_type")) if isinstance(config, dict) else "missing"
+    if kind not in KINDS:
+        what = f"peft_type is {kind!r:.80}, and only these are read: {', '.join(KINDS)}"
+        raise InputError(f"{file}: {what}; {IF_PEFT_CAN}")
+    settings, is_lora = KINDS[kind], kind == "LORA"
+    flags = FLAGS if is_lora else ("fan_in_fan_out",)
+    if kind == "VERA" and not config.get("save_projection", True):
+        what = "save_projection is false, so its shared matrices are not stored"
+        raise InputError(f"{file}: {what}; save it with save_projection=True, or {MERGE_WITH_PEFT}")
     for setting, reason in _TABLES["refused"].items():
         if config.get(setting):
             raise InputError(f"{file}: {setting} is set: {reason}")
     name = config.get("base_model_name_or_path")
     try:
         return Adapter(
-            alpha=finite(config["lora_alpha"]),
+            alpha=finite(config[settings["alpha"]]) if "alpha" in settings else 1.0,
             alpha_pattern=_read_pattern(config, "alpha_pattern"),
             base_name=name if isinstance(name, str) else None,
-            rank=finite(config.get("r", 8)),
+            rank=finite(config.get(settings["rank"], 8)) if "rank" in settings else 0.0,
             rank_pattern=_read_pattern(config, "rank_pattern"),
             target_parameters=tuple(map(str, config.get("target_parameters") or ())),
             tokens=_read_tokens(config.get("trainable_token_indices") or {}),
-            initial=_find_initial(file, str(config.get("init_lora_weights")).lower()),
-            **{flag: bool(config.get(flag)) for flag in FLAGS},
+            initial=_find_initial(file, str(is_lora and config.get("init_lora_weights")).lower()),
+            **{flag: flag in flags and bool(config.get(flag)) for flag in FLAGS},
+            kind=kind,
+            feedforward=_read_feedforward(config) if kind == "IA3" else (),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{file}: a setting is missing or not valid: {error}") from None
@@ -552,7 +648,17 @@ def parse_config(config: Any, file: Path) -> Adapter:
 
 def _read_pattern(config: Mapping[str, Any], setting: str) -> dict[ModulePattern, float]:
     patterns = config.get(setting) or {}
+    if config["peft_type"] == "ADALORA":  # which directions of each factor are left, by its name
+        names = {re.sub(r"\.lora_E(\.[^.]+)?$", "", str(key)): key for key in patterns}
+        patterns = {re.escape(name): sum(patterns[key]) for name, key in names.items()}
     return {ModulePattern(str(key)): finite(value) for key, value in patterns.items()}
+
+
+def _read_feedforward(config: Mapping[str, Any]) -> tuple[ModulePattern, ...]:
+    """Read IA³'s modules whose inputs are multiplied: a pattern for whole names, or their ends."""
+    given = config["feedforward_modules"]
+    whole = [f"^(?:{given})"] if isinstance(given, str) else [f".*{re.escape(e)}" for e in given]
+    return tuple(map(ModulePattern, whole))
 
 
 def _find_initial(file: Path, start: str) -> Path | None:

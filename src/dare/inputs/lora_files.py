@@ -105,8 +105,9 @@ class LoraFile(LoraSource):
         scale = self._scale(module, down.shape[0], alpha)
         product = Product(pair["B"], pair["A"], False, scale, offset=places[0].row * columns)
         others = self._products.pop(info.name, ())
-        if any(product.offset == other.offset for other in others):
-            raise self._refusal(pair["B"], others[0].left)
+        for other in others:
+            if isinstance(other, Product) and product.offset == other.offset:
+                raise self._refusal(pair["B"], other.left)
         self._add(TensorInfo(info.name, F32, info.shape, 0), product)
         self._products[info.name] = *others, product
 

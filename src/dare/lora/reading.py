@@ -15,7 +15,7 @@ from typing import Literal
 
 from dare.errors import InputError, MismatchError
 from dare.inputs import lora
-from dare.inputs.adapter_tensors import read_block
+from dare.inputs.adapter_tensors import Product, read_block
 from dare.inputs.lora import LoraSource
 from dare.inputs.sources import Floats, RenamedSource
 from dare.tensors.files import read_limited
@@ -102,6 +102,7 @@ class AdapterFile(LoraSource):
         targets = tuple(f".{target}" for target in self.adapter.target_parameters)
         for tensor, (product,) in self._products.items():
             module = tensor.rpartition(".")[0]
+            assert isinstance(product, Product)  # or the adapter would not be LoRA
             if not self.tensors[tensor].elements:
                 raise InputError(f"{self.path}: {tensor} has no elements; the adapter is damaged")
             if product.right is None:
@@ -126,6 +127,9 @@ def open_adapters(paths: Sequence[Path], *, allow_pickle: bool = False) -> tuple
     for path in paths:
         if not lora.looks_like(path):
             raise InputError(f"{path}: has no {lora.CONFIG_NAME}; give a LoRA adapter's folder")
+        if (kind := lora.read_config(path).kind) != "LORA":
+            what = f"is an adapter of the kind {kind}, and only those of LORA become one adapter"
+            raise InputError(f"{path}: {what}; give LoRA adapters, {HOW_ELSE}")
     opened = (lora.open_adapter(path, allow_pickle=allow_pickle) for path in paths)
     adapters = tuple(map(AdapterFile, opened))
     if problems := list(_find_problems(adapters)):
