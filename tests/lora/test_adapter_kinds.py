@@ -27,10 +27,10 @@ class Convolutions(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.plane = torch.nn.Conv2d(4, 6, 3)
+        self.plane = torch.nn.Conv2d(4, 10, 3)
         self.point = torch.nn.Conv2d(6, 6, 1)
         self.grouped = torch.nn.Conv2d(6, 4, 3, groups=2)
-        self.line = torch.nn.Conv1d(4, 6, 3)
+        self.line = torch.nn.Conv1d(6, 10, 3)
         self.head = torch.nn.Linear(6, 3)
 
 
@@ -62,11 +62,11 @@ CASES = [
     case("LoKr", LLAMA, target_modules=BOTH, r=9, decompose_factor=4, init_weights="lycoris"),
     case("LoKr", "convolutions", target_modules=ALL, r=8),
     case("LoKr", "convolutions", target_modules=ALL, r=1, decompose_factor=2),
-    case("LoKr", "convolutions", target_modules=ALL, r=1, use_effective_conv2d=True),
+    case("LoKr", "convolutions", target_modules=ALL, r=2, use_effective_conv2d=True),
     case("IA3", LLAMA, target_modules=BOTH, feedforward_modules=["down_proj"]),
     case("IA3", LLAMA, target_modules=BOTH, feedforward_modules=r".*\.(up|down)_proj"),
     case("IA3", LLAMA, target_modules=BOTH, feedforward_modules=[], modules_to_save=["norm"]),
-    case("IA3", GPT2, target_modules=["c_attn", "c_proj"], feedforward_modules=["mlp.c_proj"]),
+    case("IA3", GPT2, target_modules=["c_attn", "c_proj"], feedforward_modules=["c_proj"]),
     case("IA3", "convolutions", target_modules=PLANES, feedforward_modules=[]),
     case("IA3", "convolutions", target_modules=PLANES, feedforward_modules=PLANES),
     case("Vera", LLAMA, target_modules=BOTH, r=5, d_initial=0.5),

@@ -16,12 +16,11 @@ from dare.inputs.adapter_tensors import (
     Change,
     FactorView,
     HadamardProduct,
-    KernelFactor,
+    KernelProduct,
     KroneckerProduct,
     Product,
     ScaledRows,
     ScaledWeights,
-    StoredMatrix,
 )
 
 Shape = tuple[int, ...]
@@ -59,17 +58,14 @@ class Layer:
 
     def multiplied(self, *, by_input: bool) -> ScaledWeights:
         """Return IA³'s weights: those of each output, or of each input, times a number."""
-        key = self.keys["ia3_l"]
-        is_transposed = self.is_transposed and len(self.shape) == 2
-        outputs, inputs = self.shape[:2][::-1] if is_transposed else self.shape[:2]
-        kernel, count = math.prod(self.shape[2:]), self.stored.tensors[key].elements
-        size = math.prod(self.shape)
-        if not by_input:
-            _check(count == outputs)
-            return ScaledWeights(key, 1 if is_transposed else inputs * kernel, count, size)
-        groups = count // inputs if len(self.shape) > 2 else 1
-        _check(groups > 0 and count == groups * inputs and outputs % groups == 0)
-        return ScaledWeights(key, outputs if is_transposed else kernel, inputs, size // groups)
+        axis = int(by_input != (self.is_transposed and len(self.shape) == 2))
+        key, count = self.keys["ia3_l"], self.shape[axis]
+        numbers = self.stored.tensors[key].elements
+        groups = numbers // count
+        has_groups = axis == 1 and len(self.shape) > 2 and self.shape[0] % max(1, groups) == 0
+        _check(numbers == groups * count and (groups == 1 or (groups > 0 and has_groups)))
+        size = math.prod(self.shape) // groups
+        return ScaledWeights(key, math.prod(self.shape[axis + 1 :]), count, size)
 
     def _shape_of(self, part: str) -> Shape:
         return self.stored.tensors[self.keys[part]].shape
@@ -77,8 +73,9 @@ class Layer:
     def _adalora(self) -> tuple[Shape, Change]:
         (rank, columns), (_, width) = self._shape_of("lora_A"), self._shape_of("lora_B")
         _check(rank == self.rank == width and self._shape_of("lora_E") == (rank, 1))
-        scaled = ScaledRows(self.keys["lora_A"], self.keys["lora_E"], (rank, columns))
-        return self._product(self.keys["lora_B"], self.stored.make(f"{self.name}.E·A", scaled))
+        scaled = ScaledRows(self.keys["lora_A"], self.keys["lora_E"], columns)
+        down = self.stored.make(f"{self.name}.E·A", (rank, columns), scaled)
+        return self._product(self.keys["lora_B"], down)
 
     def _vera(self) -> tuple[Shape, Change]:
         outputs, inputs = self.shape[::-1] if self.is_transposed else self.shape
@@ -86,11 +83,10 @@ class Layer:
         _check(rank == self.rank == width and inputs <= columns and outputs <= rows)
         _check(self._shape_of("vera_lambda_b") == (outputs,))
         _check(self._shape_of("vera_lambda_d") == (rank,))
-        left = ScaledRows(self.keys["vera_B"], self.keys["vera_lambda_b"], (outputs, rank))
-        right = ScaledRows(self.keys["vera_A"], self.keys["vera_lambda_d"], (rank, inputs))
-        up = self.stored.make(f"{self.name}.b·B", left)
-        down = self.stored.make(f"{self.name}.d·A", right)
-        return self._product(up, down)
+        left = ScaledRows(self.keys["vera_B"], self.keys["vera_lambda_b"], rank)
+        right = ScaledRows(self.keys["vera_A"], self.keys["vera_lambda_d"], inputs)
+        up = self.stored.make(f"{self.name}.b·B", (outputs, rank), left)
+        return self._product(up, self.stored.make(f"{self.name}.d·A", (rank, inputs), right))
 
     def _product(self, up: str, down: str) -> tuple[Shape, Change]:
         left, right = (down, up) if self.is_transposed else (up, down)
@@ -99,41 +95,36 @@ class Layer:
         return (rows, columns), product
 
     def _loha(self) -> tuple[Shape, Change]:
-        shape, one = self._factored("hada_w1", "hada_t1", self.scale)
-        others, other = self._factored("hada_w2", "hada_t2")
-        _check(shape == others)
-        return shape, HadamardProduct(one, other)
+        left, shape = self._matrix("hada_w1", "hada_t1")
+        right, other_shape = self._matrix("hada_w2", "hada_t2")
+        _check(shape == other_shape)
+        return shape, HadamardProduct(left, right, self.scale)
 
     def _lokr(self) -> tuple[Shape, Change]:
-        (rows, columns), left = self._factored("lokr_w1", "")
-        (height, *others), right = self._factored("lokr_w2", "lokr_t2")
-        shape = rows * height, columns * others[0], *others[1:]
-        if len(others) == 2 and "lokr_w2" in self.keys:
-            # PEFT gives a convolution along a line the left matrix's sides from its second on.
-            sides = height, rows, others[0], columns, others[1]
-        else:
-            sides = 1, rows, height, columns, math.prod(others)
+        left, (rows, columns) = self._matrix("lokr_w1")
+        right, (height, width, *kernel) = self._matrix("lokr_w2", "lokr_t2")
+        sides = 1, rows, height, columns, width * math.prod(kernel)
+        if len(kernel) == 1:  # PEFT lets the left matrix act on the last two of three dimensions
+            sides = height, rows, width, columns, kernel[0]
         _check(min(sides) > 0)
+        shape = rows * height, columns * width, *kernel
         return shape, KroneckerProduct(left, right, self.scale, *sides)
 
-    def _factored(self, name: str, kernel: str, scale: float = 1.0) -> tuple[Shape, Change]:
-        """Return a matrix, or a kernel's four dimensions, that is stored in full or as factors."""
+    def _matrix(self, name: str, kernel: str = "") -> tuple[str, Shape]:
+        """Return a matrix, stored or made of its factors, and its shape with that of a kernel."""
         if name in self.keys:
-            _check(not {f"{name}_a", f"{name}_b", kernel} & self.keys.keys())
-            return self._shape_of(name), StoredMatrix(self.keys[name])
+            return self.keys[name], self._shape_of(name)
         one, other = f"{name}_a", f"{name}_b"
-        (height, width), (rank, columns) = self._shape_of(one), self._shape_of(other)
-        _check(rank == self.rank and columns > 0)
-        if kernel not in self.keys:
-            _check(width == rank)
-            product = Product(self.keys[one], self.keys[other], False, scale)
-            return (height, columns), product
-        _check(height == rank and self._shape_of(kernel)[:2] == (rank, rank))
-        sizes = self._shape_of(kernel)[2:]
-        form = columns * math.prod(sizes), rank
-        made = KernelFactor(self.keys[kernel], self.keys[other], form)
-        right = self.stored.make(f"{self.name}.{kernel}·{other}", made)
-        return (width, columns, *sizes), Product(self.keys[one], right, True, scale)
+        (rows, width), (rank, columns) = self._shape_of(one), self._shape_of(other)
+        shape: Shape = rows, columns
+        made: Change = Product(self.keys[one], self.keys[other], False, 1.0)
+        if kernel in self.keys:
+            *ranks, tall, wide = self._shape_of(kernel)
+            _check(ranks == [rank, rows])
+            rows, width, shape = width, rows, (width, columns, tall, wide)
+            made = KernelProduct((self.keys[kernel], self.keys[one], self.keys[other]))
+        _check(rank == self.rank == width)
+        return self.stored.make(f"{self.name}.{name}", shape, made), shape
 
 
 def _check(fits: bool) -> None:

@@ -140,63 +140,45 @@ def _as_matrix(stored: Source, key: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
-    """A matrix that is stored as it is."""
-
-    key: str
-
-    def reading_bytes(self, stored: Source) -> int:
-        """Return the memory for the elements, as they are stored and decoded."""
-        return 12 * min(CHUNK, stored.tensors[self.key].elements)
-
-    def fill(self, stored: Source, start: int, into: Floats) -> None:
-        """Read the elements from `start` on."""
-        into[:] = read_floats(stored, self.key, start, into.size)
-
-
-@dataclass(frozen=True)
 class HadamardProduct:
     """LoHa: two matrices multiplied element by element."""
 
-    one: Change
-    other: Change
+    left: str
+    right: str
+    scale: float
 
-    def reading_bytes(self, stored: Source) -> int:
-        """Return the memory beside a chunk: that for one of the two, and the other's elements."""
-        most = max(self.one.reading_bytes(stored), self.other.reading_bytes(stored))
-        return most + 4 * CHUNK
+    def reading_bytes(self, stored: Source) -> int:  # noqa: ARG002
+        """Return the memory for the elements of both, as they are read and decoded."""
+        return 16 * CHUNK
 
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
-        self.one.fill(stored, start, into)
-        others = np.empty_like(into)
-        self.other.fill(stored, start, others)
-        into *= others
+        into[:] = read_floats(stored, self.left, start, into.size)
+        into *= read_floats(stored, self.right, start, into.size)
+        into *= np.float32(self.scale)
 
 
 @dataclass(frozen=True)
 class KroneckerProduct:
-    """LoKr: a small matrix with each element replaced by a block, which is it times another matrix.
+    """LoKr: each element of the left matrix is replaced by the right matrix times that element.
 
-    The rows of the left matrix are repeated for each of the blocks' `inner` rows. If the blocks
-    have `outer` dimensions, whose rows come first, all of this is repeated for each of those.
+    The right matrix has outer · inner rows, and the rows for each `outer` follow one another.
     """
 
-    left: Change
-    right: Change  # outer · inner × right_columns
+    left: str
+    right: str
     scale: float
-    outer: int
+    outer: int  # usually 1
     left_rows: int
     inner: int
     left_columns: int
     right_columns: int
 
-    def reading_bytes(self, stored: Source) -> int:
-        """Return the memory beside a chunk: rows of both matrices, and whole rows of the result."""
+    def reading_bytes(self, stored: Source) -> int:  # noqa: ARG002
+        """Return the memory for whole rows of the result and of both matrices."""
         columns = self.left_columns * self.right_columns
         rows = min(self.inner, CHUNK // max(1, columns) + 2)
-        most = max(self.left.reading_bytes(stored), self.right.reading_bytes(stored))
-        return most + 4 * (rows * (columns + self.right_columns) + 2 * self.left_columns)
+        return 4 * rows * (columns + 3 * self.right_columns) + 16 * self.left_columns
 
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
@@ -205,17 +187,42 @@ class KroneckerProduct:
         while row < last:
             block, inner = divmod(row, self.inner)
             outer, left_row = divmod(block, self.left_rows)
-            numbers = np.empty(self.left_columns, np.float32)
-            self.left.fill(stored, left_row * self.left_columns, numbers)
-            numbers *= np.float32(self.scale)
-            count = min(self.inner - inner, last - row)
-            rows = np.empty((count, 1, self.right_columns), np.float32)
-            first = (outer * self.inner + inner) * self.right_columns
-            self.right.fill(stored, first, rows.reshape(-1))
+            count, width = min(self.inner - inner, last - row), self.right_columns
+            place = left_row * self.left_columns, self.left_columns
+            numbers = read_floats(stored, self.left, *place) * np.float32(self.scale)
+            place = (outer * self.inner + inner) * width, count * width
+            rows = read_floats(stored, self.right, *place).reshape(count, 1, width)
             values, first = (numbers[:, None] * rows).reshape(-1), row * columns
             begin, stop = max(start, first), min(end, first + values.size)
             into[begin - start : stop - start] = values[begin - first : stop - first]
             row += count
+
+
+@dataclass(frozen=True)
+class KernelProduct:
+    """A matrix of LoHa or LoKr for a convolution, with a kernel between two factors.
+
+    The factors are rank × outputs and rank × inputs, the kernel is rank × rank × its own sizes, and
+    the columns of the matrix are inputs × kernel.
+    """
+
+    keys: tuple[str, str, str]  # kernel, outputs, inputs
+
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory for kernel and factors, as they are, in order and multiplied."""
+        kernel, outputs, inputs = (stored.tensors[key].elements for key in self.keys)
+        rank = stored.tensors[self.keys[0]].shape[0]
+        return 12 * (kernel + outputs + inputs) + 8 * (kernel // rank) * (inputs // rank)
+
+    def fill(self, stored: Source, start: int, into: Floats) -> None:
+        """Compute the elements from `start` on."""
+        low_rank, rank = kernels.load("cpu").low_rank, stored.tensors[self.keys[0]].shape[0]
+        kernel, outputs, inputs = (read_block(stored, key, 0, rank) for key in self.keys)
+        turned = kernel.reshape(rank, rank, -1).transpose(1, 0, 2).reshape(rank, -1)
+        values = np.empty((inputs.shape[1], rank, turned.shape[1] // rank), np.float32)
+        low_rank(inputs.T.copy(), turned, 0, np.float32(1), values.reshape(-1))
+        right = values.transpose(1, 0, 2).reshape(rank, -1)
+        low_rank(outputs.T.copy(), right, start, np.float32(1), into)
 
 
 @dataclass(frozen=True)
@@ -224,67 +231,34 @@ class ScaledRows:
 
     key: str
     numbers: str
-    shape: tuple[int, int]
+    columns: int
 
-    def reading_bytes(self, stored: Source) -> int:  # noqa: ARG002
-        """Return the memory for some rows, as they are stored and decoded, and multiplied."""
-        return 12 * min(math.prod(self.shape), max(PIECE, self.shape[1]))
+    def reading_bytes(self, stored: Source) -> int:
+        """Return the memory for all rows, as they are stored and decoded, and multiplied."""
+        return 12 * stored.tensors[self.numbers].elements * self.columns
 
     def fill(self, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
-        columns, end = self.shape[1], start + into.size
-        last, most = -(-end // columns), max(1, PIECE // columns)
-        for top in range(start // columns, last, most):
-            bottom, first = min(top + most, last), top * columns
-            rows = read_block(stored, self.key, top, bottom, 0, columns)
-            rows = rows * read_floats(stored, self.numbers, top, bottom - top)[:, None]
-            begin, stop = max(start, first), min(end, bottom * columns)
-            into[begin - start : stop - start] = rows.reshape(-1)[begin - first : stop - first]
-
-
-@dataclass(frozen=True)
-class KernelFactor:
-    """The right factor of a convolution in LoHa or LoKr, whose rank is also that of its kernel.
-
-    Columns × rank, the columns being inputs × kernel: the product of a stored rank × inputs, turned
-    around, and rank × rank × kernel, with the first rank last.
-    """
-
-    kernel: str
-    inputs: str
-    shape: tuple[int, int]
-
-    def reading_bytes(self, stored: Source) -> int:
-        """Return the memory for all of it, in both orders, and for both factors, twice."""
-        factors = sum(stored.tensors[key].elements for key in (self.kernel, self.inputs))
-        return 4 * (2 * math.prod(self.shape) + 3 * factors)
-
-    def fill(self, stored: Source, start: int, into: Floats) -> None:
-        """Compute all elements, and return those from `start` on."""
-        rank = self.shape[1]
-        inputs = np.ascontiguousarray(read_block(stored, self.inputs, 0, rank).T)
-        cubes = read_block(stored, self.kernel, 0, rank).reshape(rank, rank, -1)
-        kernel = np.ascontiguousarray(cubes.transpose(1, 0, 2)).reshape(rank, -1)
-        values = np.empty(len(inputs) * kernel.shape[1], np.float32)
-        kernels.load("cpu").low_rank(inputs, kernel, 0, np.float32(1), values)
-        values = values.reshape(len(inputs), rank, -1).transpose(0, 2, 1).reshape(-1)
-        into[:] = values[start : start + into.size]
+        top, bottom = start // self.columns, -(-(start + into.size) // self.columns)
+        rows = read_block(stored, self.key, top, bottom, 0, self.columns)
+        rows = rows * read_floats(stored, self.numbers, top, bottom - top)[:, None]
+        into[:] = rows.reshape(-1)[start - top * self.columns :][: into.size]
 
 
 class FactorView(SourceView):
     """The stored tensors of an adapter, and factors that are computed from them."""
 
+    tensors: dict[str, TensorInfo]
+
     def __init__(self, stored: Source) -> None:
-        self._made: dict[str, ScaledRows | KernelFactor] = {}
+        self._made: dict[str, Change] = {}
         super().__init__(stored, dict(stored.tensors), computed=self._made)
 
-    def make(self, name: str, made: ScaledRows | KernelFactor) -> str:
+    def make(self, name: str, shape: tuple[int, ...], made: Change) -> str:
         """Add a factor; return its name."""
         self._made[name] = made
-        infos = {name: TensorInfo(name, STORAGE_TYPES["F32"], made.shape, 0)}
-        self.tensors = {**self.tensors, **infos}
-        most = max(made.reading_bytes(self.inner) for made in self._made.values())
-        self.cost = self.inner.cost.with_reading(most)
+        self.tensors[name] = TensorInfo(name, STORAGE_TYPES["F32"], shape, 0)
+        self.cost = max(self.cost, self.inner.cost.with_reading(made.reading_bytes(self.inner)))
         return name
 
     def compute(self, name: str, start: int, into: Raw) -> None:

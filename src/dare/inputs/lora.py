@@ -263,9 +263,8 @@ class LoraSource(SourceView):
                 if self._whole.setdefault(name, key) != key:
                     raise self._refusal(key, self._whole[name])
                 self._add(replace(info, name=name))
-        shared = parts.pop(SHARED, {})
-        for module, keys in parts.items():
-            self._add_layer(module, {**shared, **keys})
+        if parts:
+            self._add_layers(parts)
         parameters = self._find_parameters([module for module, _ in factors])
         for (module, kind), pair in factors.items():
             if module in parameters:
@@ -289,38 +288,41 @@ class LoraSource(SourceView):
         if parts.setdefault(part, key) != key:
             raise self._refusal(key, parts[part])
 
-    def _add_layer(self, module: str, keys: Mapping[str, str]) -> None:
-        """Add a layer of an adapter of another kind than LoRA."""
-        adapter, name, rank = self.adapter, f"{module}.weight", self.adapter.rank_of(module)
-        shape, bias = self._find_in_base(module)
-        if adapter.kind in NEED_BASE and not shape:
-            raise InputError(f"{self.path}: {name} is not in the base; {MERGE_WITH_PEFT}")
-        if adapter.kind == "ADALORA" and not rank:
-            return  # nothing is left of it, so the layer is unchanged
-        if not isinstance(self._stored, FactorView):
-            self._stored = FactorView(self._stored)
-        adapted = {}
-        try:
-            scale, is_transposed = adapter.scaling(module, rank), self._is_transposed(module)
-            layer = Layer(module, keys, self._stored, rank, scale, is_transposed, shape)
-            if adapter.kind != "IA3":
-                shape, change = layer.change(adapter.kind)
-                self._add(TensorInfo(name, F32, shape, 0), change)
-            else:
-                by_input = any(pattern.matches(module) for pattern in adapter.feedforward)
-                adapted[name] = shape, layer.multiplied(by_input=by_input)
-                if bias and not by_input:
-                    numbers = ScaledWeights(keys["ia3_l"], 1, bias[0], bias[0])
-                    adapted[f"{module}.bias"] = bias, numbers
-        except (KeyError, ValueError, ZeroDivisionError):
-            tensors = self._stored.tensors
-            forms = ", ".join(f"{part} {tensors[key].form}" for part, key in keys.items())
-            what = f"{module} has {forms}, which do not fit its settings and the base"
-            raise InputError(f"{self.path}: {what}; give it as PEFT saved it") from None
-        for tensor, (form, weights) in adapted.items():
-            self._add(TensorInfo(tensor, F32, form, 0))
-            self._products[tensor] = ()
-            self._adapted[tensor] = weights
+    def _add_layers(self, parts: dict[str, dict[str, str]]) -> None:
+        """Add the layers of an adapter of another kind than LoRA."""
+        adapter, shared = self.adapter, parts.pop(SHARED, {})
+        self._stored = view = FactorView(self._stored)
+        for module, own in parts.items():
+            keys, rank = {**shared, **own}, adapter.rank_of(module)
+            shape, bias = self._find_in_base(module)
+            if adapter.kind in NEED_BASE and not shape:
+                raise InputError(f"{self.path}: {module} is not in the base; {MERGE_WITH_PEFT}")
+            if adapter.kind == "ADALORA" and not rank:
+                continue  # nothing is left of it, so the layer is unchanged
+            try:
+                scale, is_transposed = adapter.scaling(module, rank), self._is_transposed(module)
+                layer = Layer(module, keys, view, rank, scale, is_transposed, shape)
+                if adapter.kind == "IA3":
+                    self._multiply(layer, bias)
+                else:
+                    shape, change = layer.change(adapter.kind)
+                    self._add(TensorInfo(f"{module}.weight", F32, shape, 0), change)
+            except (KeyError, ValueError, ZeroDivisionError):
+                forms = ", ".join(f"{part} {view.tensors[key].form}" for part, key in keys.items())
+                what = f"{module} has {forms}, which do not fit its settings and the base"
+                raise InputError(f"{self.path}: {what}; give it as PEFT saved it") from None
+
+    def _multiply(self, layer: Layer, bias: tuple[int, ...]) -> None:
+        """Add the tensors that IA³ multiplies: a layer's weight, and its bias with the outputs."""
+        by_input = any(pattern.matches(layer.name) for pattern in self.adapter.feedforward)
+        weight = layer.multiplied(by_input=by_input)
+        made = {"weight": (layer.shape, weight)}
+        if bias and not by_input:
+            made["bias"] = bias, ScaledWeights(weight.key, 1, bias[0], bias[0])
+        for kind, (shape, numbers) in made.items():
+            self._add(TensorInfo(name := f"{layer.name}.{kind}", F32, shape, 0))
+            self._products[name] = ()
+            self._adapted[name] = numbers
 
     def _find_in_base(self, module: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of a module's weight and bias in the base; () for what is not known.
@@ -328,19 +330,14 @@ class LoraSource(SourceView):
         The beginnings of names may differ in the base's files. Modules that have the same end must
         have the same shapes.
         """
-        base, parts, kinds = self._base_tensors, module.split("."), ("weight", "bias")
-        for first in range(len(parts)):
-            end = f".{'.'.join(parts[first:])}.weight"
-            names = [name for name in base if f".{name}".endswith(end)]
-            found = [name.removesuffix(".weight") for name in names]
-            if f"{module}.weight" in base:
-                found = [module]
-            infos = ([base.get(f"{name}.{kind}") for kind in kinds] for name in found)
-            shapes = {tuple(info.shape if info else () for info in both) for both in infos}
-            if found:
-                weight, bias = shapes.pop() if len(shapes) == 1 else ((), ())
-                return weight, bias
-        return (), ()
+        base, name, kinds = self._base_tensors, f"{module}.weight", ("weight", "bias")
+        ends = (f".{name}".split(".", first)[-1] for first in range(1, name.count(".") + 1))
+        alike = ([other for other in base if f".{other}".endswith(f".{end}")] for end in ends)
+        found = [name] if name in base else next(filter(None, alike), [])
+        infos = ([base.get(each[: -len("weight")] + kind) for kind in kinds] for each in found)
+        shapes = {tuple(info.shape if info else () for info in both) for both in infos}
+        weight, bias = shapes.pop() if len(shapes) == 1 else ((), ())
+        return weight, bias
 
     def _find_parameters(self, modules: Sequence[str]) -> dict[str, str]:
         """Return the parameters that have their own LoRA, by the names of their factors."""
