@@ -160,6 +160,12 @@ EMBEDDING = {"w.lora_embedding_A": RIGHT, "w.lora_embedding_B": LEFT}
 MAGNITUDES = {"w.lora_magnitude_vector": 1 + np.abs(floats(5, seed=4))}
 TOKENS = {"w.token_adapter.trainable_tokens_delta": floats(3, 6, seed=5)}
 INDICES = {"trainable_token_indices": [4, 0, 2]}
+HADAMARD = {"w.hada_w1_a": LEFT, "w.hada_w1_b": floats(2, 6, seed=7)}
+CUBES = [("w1_a", 5), ("w1_b", 3), ("t1", 2, 2, 2), ("w2_a", 5), ("w2_b", 3), ("t2", 2, 2, 2)]
+SHARED = {  # by a vector for each output, and one for each direction
+    **{"base_model.vera_A": floats(2, 8, seed=1), "base_model.vera_B": floats(7, 2, seed=2)},
+    **{"w.vera_lambda_b": floats(5, seed=3), "w.vera_lambda_d": floats(2, seed=4)},
+}
 RANGED = {  # factors, settings, the model type and the shape of the base's weight
     "linear": (LINEAR, {}, None, (5, 6)),
     "embedding": (EMBEDDING, {}, None, (6, 5)),
@@ -170,6 +176,44 @@ RANGED = {  # factors, settings, the model type and the shape of the base's weig
     "DoRA": ({**LINEAR, **MAGNITUDES}, {"use_dora": True}, None, (5, 6)),
     "DoRA by column": ({**EMBEDDING, **MAGNITUDES}, {"use_dora": True}, None, (6, 5)),
     "tokens": (TOKENS, INDICES, None, (5, 6)),
+    "AdaLoRA": (
+        {"w.lora_A": RIGHT, "w.lora_B": LEFT, "w.lora_E": floats(2, 1, seed=6)},
+        {"peft_type": "ADALORA", "init_r": 2, "r": 8},
+        None,
+        (5, 6),
+    ),
+    "LoHa": (
+        {**HADAMARD, "w.hada_w2_a": floats(5, 2, seed=8), "w.hada_w2_b": RIGHT},
+        {"peft_type": "LOHA", "alpha": 4, "r": 2},
+        None,
+        (5, 6),
+    ),
+    "LoHa with a kernel": (
+        {f"w.hada_{part}": floats(2, *sides, seed=7 + n) for n, (part, *sides) in enumerate(CUBES)},
+        {"peft_type": "LOHA", "alpha": 4, "r": 2},
+        None,
+        (5, 3, 2, 2),
+    ),
+    "LoKr": (
+        {"w.lokr_w1": floats(2, 3), "w.lokr_w2_a": LEFT, "w.lokr_w2_b": RIGHT},
+        {"peft_type": "LOKR", "alpha": 4, "r": 2},
+        None,
+        None,
+    ),
+    "LoKr of a line": (
+        {"w.lokr_w1": floats(2, 3), "w.lokr_w2": floats(3, 2, 4, seed=8)},
+        {"peft_type": "LOKR", "alpha": 4, "r": 2},
+        None,
+        None,
+    ),
+    "IA³": (
+        {"w.ia3_l": floats(1, 6, seed=9)},
+        {"peft_type": "IA3", "feedforward_modules": ["w"]},
+        None,
+        (5, 6),
+    ),
+    "VeRA": (SHARED, {"peft_type": "VERA", "r": 2}, None, (5, 6)),
+    "VeRA, inputs first": (SHARED, {"peft_type": "VERA", "r": 2}, "gpt2", (6, 5)),
 }
 
 
@@ -302,7 +346,8 @@ def test_the_base_of_dora_is_needed_and_must_fit(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only 'LORA' adapters can be merged"),
+        ({"peft_type": "OFT"}, "peft_type is 'OFT', and only these .*LOKR.*merge_and_unload"),
+        ({"peft_type": ["LORA"]}, "merge_and_unload"),
         ({"init_lora_weights": "loftq"}, "changes the weights of the base too; merge it with"),
         ({"layer_replication": [[0, 2]]}, "its base has repeated layers"),
         ({"lora_alpha": "4"}, "'4' is text"),

@@ -363,7 +363,7 @@ class ScaledWeights:
     count: int  # of numbers, in a group
     group: int  # elements of a group
 
-    reading_bytes = 24 * SPAN
+    reading_bytes = 48 * SPAN
 
     def fill(self, read: Read, stored: Source, start: int, into: Floats) -> None:
         """Compute the elements from `start` on."""
