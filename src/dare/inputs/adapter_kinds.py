@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dare.inputs.adapter_tensors import (
-    Change,
+    Computed,
     FactorView,
     HadamardProduct,
     KernelProduct,
@@ -38,7 +38,7 @@ NEED_BASE = ("IA3", "VERA")  # kinds that do not say how large a layer is
 
 
 @dataclass(frozen=True)
-class Layer:
+class AdaptedLayer:
     """A layer that an adapter changes. Methods raise ValueError or KeyError for unfit parts."""
 
     name: str
@@ -49,7 +49,7 @@ class Layer:
     is_transposed: bool  # True if the base stores inputs × outputs
     shape: Shape  # of the base's weight; empty if that is not known
 
-    def change(self, kind: str) -> tuple[Shape, Change]:
+    def change(self, kind: str) -> tuple[Shape, Computed]:
         """Return the shape and the change of the weight, for any kind but IA³."""
         makers = {"ADALORA": self._adalora, "LOHA": self._loha, "LOKR": self._lokr}
         shape, change = makers.get(kind, self._vera)()
@@ -70,14 +70,14 @@ class Layer:
     def _shape_of(self, part: str) -> Shape:
         return self.stored.tensors[self.keys[part]].shape
 
-    def _adalora(self) -> tuple[Shape, Change]:
+    def _adalora(self) -> tuple[Shape, Computed]:
         (rank, columns), (_, width) = self._shape_of("lora_A"), self._shape_of("lora_B")
         _check(rank == self.rank == width and self._shape_of("lora_E") == (rank, 1))
         scaled = ScaledRows(self.keys["lora_A"], self.keys["lora_E"], columns)
         down = self.stored.make(f"{self.name}.E·A", (rank, columns), scaled)
         return self._product(self.keys["lora_B"], down)
 
-    def _vera(self) -> tuple[Shape, Change]:
+    def _vera(self) -> tuple[Shape, Computed]:
         outputs, inputs = self.shape[::-1] if self.is_transposed else self.shape
         (rank, columns), (rows, width) = self._shape_of("vera_A"), self._shape_of("vera_B")
         _check(rank == self.rank == width and inputs <= columns and outputs <= rows)
@@ -88,19 +88,19 @@ class Layer:
         up = self.stored.make(f"{self.name}.b·B", (outputs, rank), left)
         return self._product(up, self.stored.make(f"{self.name}.d·A", (rank, inputs), right))
 
-    def _product(self, up: str, down: str) -> tuple[Shape, Change]:
+    def _product(self, up: str, down: str) -> tuple[Shape, Computed]:
         left, right = (down, up) if self.is_transposed else (up, down)
         product = Product(left, right, self.is_transposed, self.scale)
         rows, _, columns = product.sides(self.stored)
         return (rows, columns), product
 
-    def _loha(self) -> tuple[Shape, Change]:
+    def _loha(self) -> tuple[Shape, Computed]:
         left, shape = self._matrix("hada_w1", "hada_t1")
         right, other_shape = self._matrix("hada_w2", "hada_t2")
         _check(shape == other_shape)
         return shape, HadamardProduct(left, right, self.scale)
 
-    def _lokr(self) -> tuple[Shape, Change]:
+    def _lokr(self) -> tuple[Shape, Computed]:
         left, (rows, columns) = self._matrix("lokr_w1")
         right, (height, width, *kernel) = self._matrix("lokr_w2", "lokr_t2")
         sides = 1, rows, height, columns, width * math.prod(kernel)
@@ -117,7 +117,7 @@ class Layer:
         one, other = f"{name}_a", f"{name}_b"
         (rows, width), (rank, columns) = self._shape_of(one), self._shape_of(other)
         shape: Shape = rows, columns
-        made: Change = Product(self.keys[one], self.keys[other], False, 1.0)
+        made: Computed = Product(self.keys[one], self.keys[other], False, 1.0)
         if kernel in self.keys:
             *ranks, tall, wide = self._shape_of(kernel)
             _check(ranks == [rank, rows])

@@ -30,8 +30,8 @@ PIECE = 1 << 20  # elements of the left factor that are read at once
 SPAN = 1 << 16  # elements of IA³'s whole weights that are computed at once
 
 
-class Change(Protocol):
-    """A change of a tensor, computed from what is stored."""
+class Computed(Protocol):
+    """A tensor, a change of one or a factor, computed from what is stored."""
 
     def reading_bytes(self, stored: Source) -> int:
         """Return the memory beside a chunk."""
@@ -251,10 +251,10 @@ class FactorView(SourceView):
     tensors: dict[str, TensorInfo]
 
     def __init__(self, stored: Source) -> None:
-        self._made: dict[str, Change] = {}
+        self._made: dict[str, Computed] = {}
         super().__init__(stored, dict(stored.tensors), computed=self._made)
 
-    def make(self, name: str, shape: tuple[int, ...], made: Change) -> str:
+    def make(self, name: str, shape: tuple[int, ...], made: Computed) -> str:
         """Add a factor; return its name."""
         self._made[name] = made
         self.tensors[name] = TensorInfo(name, STORAGE_TYPES["F32"], shape, 0)

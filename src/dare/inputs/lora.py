@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.adapter_kinds import NEED_BASE, PARTS, SHARED, Layer
+from dare.inputs.adapter_kinds import NEED_BASE, PARTS, SHARED, AdaptedLayer
 from dare.inputs.adapter_tensors import (
-    Change,
+    Computed,
     DoraMagnitudes,
     FactorView,
     Product,
@@ -219,7 +219,7 @@ class LoraSource(SourceView):
         self._stored = stored
         self._whole: dict[str, str] = {}
         # The change of each tensor: a sum, where the base has one tensor under several names.
-        self._products: dict[str, tuple[Change, ...]] = {}
+        self._products: dict[str, tuple[Computed, ...]] = {}
         super().__init__(stored, {}, self._whole, computed=self._products)
         self.files = {**stored.files, path / CONFIG_NAME: ()}
         self.is_partial = True
@@ -301,7 +301,7 @@ class LoraSource(SourceView):
                 continue  # nothing is left of it, so the layer is unchanged
             try:
                 scale, is_transposed = adapter.scaling(module, rank), self._is_transposed(module)
-                layer = Layer(module, keys, view, rank, scale, is_transposed, shape)
+                layer = AdaptedLayer(module, keys, view, rank, scale, is_transposed, shape)
                 if adapter.kind == "IA3":
                     self._multiply(layer, bias)
                 else:
@@ -312,7 +312,7 @@ class LoraSource(SourceView):
                 what = f"{module} has {forms}, which do not fit its settings and the base"
                 raise InputError(f"{self.path}: {what}; give it as PEFT saved it") from None
 
-    def _multiply(self, layer: Layer, bias: tuple[int, ...]) -> None:
+    def _multiply(self, layer: AdaptedLayer, bias: tuple[int, ...]) -> None:
         """Add the tensors that IA³ multiplies: a layer's weight, and its bias with the outputs."""
         by_input = any(pattern.matches(layer.name) for pattern in self.adapter.feedforward)
         weight = layer.multiplied(by_input=by_input)
@@ -474,7 +474,7 @@ class LoraSource(SourceView):
                 what = f"{name} is computed from the base's tensor, and the base {found}"
                 raise InputError(f"{self.path}: {what}; give the base that it was trained on")
 
-    def _add(self, info: TensorInfo, product: Change | None = None) -> None:
+    def _add(self, info: TensorInfo, product: Computed | None = None) -> None:
         """Add a tensor stored in full, or a change, perhaps to such a tensor."""
         admit(info, self._products, str(self.path))
         self.tensors[info.name] = info if product is None else replace(info, dtype=F32)
