@@ -8,7 +8,6 @@ base's outputs or inputs. Each is what PEFT's `get_delta_weight` or `merge` comp
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,14 +24,6 @@ from dare.inputs.adapter_tensors import (
 
 Shape = tuple[int, ...]
 
-_PARTS = {
-    "ADALORA": r"lora_[ABE]",
-    "LOHA": r"hada_(?:w[12]_[ab]|t[12])",
-    "LOKR": r"lokr_(?:w[12](?:_[ab])?|t2)",
-    "IA3": r"ia3_l",
-    "VERA": r"vera_lambda_[bd]|vera_[AB]",
-}
-PARTS = {k: re.compile(rf"^(.*)\.({part})(?:\.[^.]+)?$") for k, part in _PARTS.items()}
 SHARED = "base_model"  # the module that VeRA's shared matrices are stored for
 NEED_BASE = ("IA3", "VERA")  # kinds that do not say how large a layer is
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,16 +27,6 @@ Read = Callable[[int, Floats], None]
 
 PIECE = 1 << 20  # elements of the left factor that are read at once
 SPAN = 1 << 16  # elements of IA³'s whole weights that are computed at once
-
-
-class Computed(Protocol):
-    """A tensor, a change of one or a factor, computed from what is stored."""
-
-    def reading_bytes(self, stored: Source) -> int:
-        """Return the memory beside a chunk."""
-
-    def fill(self, stored: Source, start: int, into: Floats) -> None:
-        """Compute the elements from `start` on."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +232,9 @@ class ScaledRows:
         rows = read_block(stored, self.key, top, bottom, 0, self.columns)
         rows = rows * read_floats(stored, self.numbers, top, bottom - top)[:, None]
         into[:] = rows.reshape(-1)[start - top * self.columns :][: into.size]
+
+
+Computed = Product | HadamardProduct | KroneckerProduct | KernelProduct | ScaledRows
 
 
 class FactorView(SourceView):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from dare.errors import InputError
-from dare.inputs.adapter_kinds import NEED_BASE, PARTS, SHARED, AdaptedLayer
+from dare.inputs.adapter_kinds import NEED_BASE, SHARED, AdaptedLayer
 from dare.inputs.adapter_tensors import (
     Computed,
     DoraMagnitudes,
@@ -90,6 +90,11 @@ _FACTOR = re.compile(
 _MADE = re.compile(
     r"^(.*)\.(lora_magnitude_vector|token_adapter\.trainable_tokens_delta)(?:\..+)?$"
 )
+_PARTS = {
+    kind: re.compile(rf"^(.*)\.({settings['parts']})(?:\.[^.]+)?$")
+    for kind, settings in KINDS.items()
+    if "parts" in settings
+}
 _PREFIX = "base_model.model."
 _MARKS = ("lora_", "trainable_tokens", "hada_", "lokr_", "ia3_l", "vera_lambda_")
 
@@ -234,7 +239,7 @@ class LoraSource(SourceView):
         magnitudes: dict[str, str] = {}
         tokens: dict[str, str] = {}
         parts: dict[str, dict[str, str]] = {}  # of adapters of other kinds
-        form = PARTS.get(self.adapter.kind)
+        form = _PARTS.get(self.adapter.kind)
         kinds = {"lora_magnitude_vector": magnitudes} if self.adapter.use_dora else {}
         kinds["token_adapter.trainable_tokens_delta"] = tokens
         for key, info in self._stored.tensors.items():
