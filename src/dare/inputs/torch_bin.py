@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from dare.inputs.shards import check_against_index, find_files
 from dare.inputs.sources import InputFiles, Opening, Raw, Source
 from dare.stores.locations import is_stored
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import LocalFile, read_beginning
+from dare.tensors.files import InputFile, read_beginning
 from dare.tensors.header import TensorInfo, admit
 
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
@@ -48,71 +48,36 @@ PIECE_ELEMENTS = 1 << 18  # elements of a tensor that is not contiguous which ar
 MAX_NUMBER = 1 << 63  # of a shape, a stride or a place
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("torch_bin.toml").read_text("utf-8"))
 STORAGE_DTYPES: dict[str, str] = _TABLES["storages"]
-HARMLESS_NAME = re.compile("|".join(_TABLES["harmless"]))
+HARMLESS_NAME, RECORD_NAME = (re.compile("|".join(_TABLES[key])) for key in ("harmless", "records"))
 
 
-class TorchSource(InputFiles):
-    """The tensors of a state dict in one file or in shards.
-
-    The file is a pickle: open it only if the user has asked for it.
-    """
+class PickledTensors(InputFiles):
+    """Tensors as pickles describe them, read in their own order whatever their strides."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.left_out: tuple[str, ...] = ()  # entries that are not tensors of the state dict
-        self._strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
-        for file, listed in find_files(path, "bin", "pytorch_model").items():
-            held = self._read_pickle(file)
-            if listed is not None:
-                check_against_index(listed, file, held)
-        if not self.tensors:
-            raise InputError(f"{path}: holds no tensors")
-        if self.left_out:
-            self.remarks = (notice("not_weights", names=", ".join(self.left_out)),)
+        self.strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
 
-    def _read_pickle(self, file: Path) -> set[str]:
-        """Read a file's list of tensors, but no weights; return their names."""
-        if is_stored(file):
-            raise InputError(f"{file}: is a pickle in a store; save it as safetensors, or fetch it")
-        with self.open_header(file) as opened:
-            assert isinstance(opened, LocalFile)
-            pickled, records = _read_archive(opened.file_descriptor, file)
-        held = set()
-        for name, value in self._state_dict(_unpickle(pickled, file), file).items():
-            if not isinstance(name, str) or not _is_tensor(value):
-                self.left_out += (_key_text(name),)
-                continue
-            info = _describe(value, file, name, records)
-            admit(info, (), str(file))
-            self.add(info, file)
-            if not value.is_contiguous:
-                self._strides[name] = value.strides
-            held.add(name)
-        return held
-
-    def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
-        if not isinstance(loaded, Mapping):
-            kind = "tensor" if _is_tensor(loaded) else type(loaded).__name__
-            raise InputError(f"{file}: contains a {kind}; expected a dict of tensors (state dict)")
-        for key in CONTAINERS:
-            inner = loaded.get(key)
-            if isinstance(inner, Mapping) and any(map(_is_tensor, inner.values())):
-                self.left_out += tuple(_key_text(other) for other in loaded if other != key)
-                return inner
-        return loaded
+    def describe(self, name: str, value: Any, file: Path, records: Mapping[str, range]) -> None:
+        """Add a tensor of a pickle, if all of it is in its record."""
+        info = _describe(value, file, name, records)
+        admit(info, (), str(file))
+        self.add(info, file)
+        if not value.is_contiguous:
+            self.strides[name] = value.strides
 
     def place(self, name: str) -> Hashable:
-        return self._home[name], self.tensors[name].start, self._strides.get(name)
+        return self._home[name], self.tensors[name].start, self.strides.get(name)
 
     def prefetch(self, name: str, start: int, count: int) -> None:
-        if name not in self._strides:
+        if name not in self.strides:
             super().prefetch(name, start, count)
 
     def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        if name not in self._strides:
+        if name not in self.strides:
             super().read(name, start, into)
             return
-        strides, shape = np.array(self._strides[name]), self.tensors[name].shape
+        strides, shape = np.array(self.strides[name]), self.tensors[name].shape
         for done in range(0, into.size, PIECE_ELEMENTS):
             piece = into[done : done + PIECE_ELEMENTS]
             elements = np.arange(start + done, start + done + piece.size)
@@ -126,6 +91,50 @@ class TorchSource(InputFiles):
         for begin, end in zip([0, *edges], [*edges, wanted.size], strict=True):
             super().read(name, int(wanted[begin]), stored[begin:end])
         into[:] = stored[inverse]
+
+
+class TorchSource(PickledTensors):
+    """The tensors of a state dict in one file or in shards.
+
+    The file is a pickle: open it only if the user has asked for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.left_out: tuple[str, ...] = ()  # entries that are not tensors of the state dict
+        for file, listed in find_files(path, "bin", "pytorch_model").items():
+            held = self._read_pickle(file)
+            if listed is not None:
+                check_against_index(listed, file, held)
+        if not self.tensors:
+            raise InputError(f"{path}: holds no tensors")
+        if self.left_out:
+            self.remarks = (notice("not_weights", names=", ".join(self.left_out)),)
+
+    def _read_pickle(self, file: Path) -> set[str]:
+        """Read a file's list of tensors, but no weights; return their names."""
+        check_fetched(file)
+        with self.open_header(file) as opened:
+            loaded, records = read_saved(opened, file)
+        held = set()
+        for name, value in self._state_dict(loaded, file).items():
+            if not isinstance(name, str) or not is_tensor(value):
+                self.left_out += (_key_text(name),)
+                continue
+            self.describe(name, value, file, records)
+            held.add(name)
+        return held
+
+    def _state_dict(self, loaded: object, file: Path) -> Mapping[Any, Any]:
+        if not isinstance(loaded, Mapping):
+            kind = "tensor" if is_tensor(loaded) else type(loaded).__name__
+            raise InputError(f"{file}: contains a {kind}; expected a dict of tensors (state dict)")
+        for key in CONTAINERS:
+            inner = loaded.get(key)
+            if isinstance(inner, Mapping) and any(map(is_tensor, inner.values())):
+                self.left_out += tuple(_key_text(other) for other in loaded if other != key)
+                return inner
+        return loaded
 
 
 def open_form(opening: Opening) -> Source:
@@ -142,17 +151,59 @@ def check_allowed(opening: Opening) -> None:
         raise InputError(f"{opening.path}: {why}; {how}")
 
 
-def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, range]]:
+def check_fetched(path: Path) -> None:
+    """Refuse a pickle in a store."""
+    if is_stored(path):
+        raise InputError(f"{path}: is a pickle in a store; save it as safetensors, or fetch it")
+
+
+def read_saved(
+    opened: InputFile, file: Path, span: range | None = None
+) -> tuple[Any, dict[str, range]]:
+    """Read what torch.save wrote into a file, or into a span of it, but no weights.
+
+    Return it with the position of each of its records in the file.
+    """
+    pickled, records = _read_archive(_Span(opened, span or range(opened.size)), file)
+    return unpickle(pickled, file), records
+
+
+class _Span(io.RawIOBase):
+    """Some bytes of a file, as a file of their own."""
+
+    def __init__(self, file: InputFile, span: range) -> None:
+        self._file, self.span, self._position = file, span, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, len(self.span))[whence]
+        if self._position < 0:
+            raise OSError("before the beginning")
+        return self._position
+
+    def readinto(self, into: Any) -> int:
+        wanted = memoryview(into).cast("B")[: max(0, len(self.span) - self._position)]
+        count = self._file.read_at(wanted, self.span.start + self._position)
+        self._position += count
+        return count
+
+
+def _read_archive(span: _Span, file: Path) -> tuple[bytes, dict[str, range]]:
     """Return an archive's pickle, and the position of each of its records in the file."""
     try:
-        with os.fdopen(os.dup(file_descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
+        with io.BufferedReader(span) as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
             orders = [i for i in infos if i.filename.endswith("/byteorder") and i.file_size < 16]
             is_big = any(archive.read(info) == b"big" for info in orders)
             stored = [i for i in infos if i.compress_type == zipfile.ZIP_STORED]
             lists = [i for i in stored if i.filename.endswith("/data.pkl")]
             small = [archive.read(i) for i in lists if i.file_size <= MAX_PICKLE_BYTES]
-            records = {i.filename.partition("/")[2]: _find_record(stream, i) for i in stored}
+            found = [(info.filename.partition("/")[2], _find_record(span, info)) for info in stored]
     except (*DAMAGED_ARCHIVE, ValueError, RuntimeError, OSError, EOFError):
         raise InputError(f"{file}: {_describe_other(file)}") from None
     if is_big:
@@ -163,17 +214,17 @@ def _read_archive(file_descriptor: int, file: Path) -> tuple[bytes, dict[str, ra
         raise HeaderError(f"{file}: its pickle is larger than {MAX_PICKLE_BYTES} bytes")
     if len(stored) < len(infos):
         raise HeaderError(f"{file}: has compressed records, which torch.save does not write")
-    return small[0] if len(small) == 1 else b"", records
+    return small[0] if len(small) == 1 else b"", dict(found)
 
 
-def _find_record(stream: io.BufferedReader, info: zipfile.ZipInfo) -> range:
+def _find_record(span: _Span, info: zipfile.ZipInfo) -> range:
     """Return the position of a record's bytes, after the name and extra field of its header."""
-    stream.seek(info.header_offset + 26)
-    name_bytes, more_bytes = struct.unpack("<HH", stream.read(4))
+    span.seek(info.header_offset + 26)
+    name_bytes, more_bytes = struct.unpack("<HH", span.read(4) or b"")
     start = info.header_offset + 30 + name_bytes + more_bytes
-    if start + info.file_size > os.fstat(stream.fileno()).st_size:
+    if start + info.file_size > len(span.span):
         raise zipfile.BadZipFile
-    return range(start, start + info.file_size)
+    return range(span.span.start + start, span.span.start + start + info.file_size)
 
 
 def _check_values(pickled: bytes, file: Path) -> None:
@@ -240,6 +291,21 @@ class Storage(NamedTuple):
     nbytes: int
 
 
+class Record:
+    """An object of a class that is not imported: what its pickle says of it, and no more.
+
+    The methods of pickles fill it; without them a pickle could set attributes of this class.
+    """
+
+    state: Any = None
+
+    def __new__(cls, *_arguments: Any) -> Self:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
 class PickledName(NamedTuple):
     """A name in a pickle. Called as a function, it makes a tensor, or returns itself."""
 
@@ -282,7 +348,7 @@ def _make_tensor(*arguments: Any) -> FileTensor:
     kinds = {"storage": Storage, "marks": Mapping | None, "own_dtype": PickledName | None}
     is_sound = all(isinstance(getattr(tensor, name), kind) for name, kind in kinds.items())
     counts = (tensor.start, *tensor.shape, *tensor.strides)
-    if not is_sound or len(tensor.shape) != len(tensor.strides) or not all(map(_is_count, counts)):
+    if not is_sound or len(tensor.shape) != len(tensor.strides) or not all(map(is_count, counts)):
         raise ValueError("not a tensor")
     return tensor
 
@@ -292,12 +358,13 @@ def _make_typed(*arguments: Any) -> FileTensor:
     return _make_tensor(*plain, *(arguments[7:] or [None]), dtype)
 
 
-# torch's functions that make tensors; parameters and subclasses become the tensors that they hold.
+# torch's functions that make tensors and shapes; parameters and subclasses become what they hold.
 MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _make_tensor,
     "torch._utils._rebuild_tensor_v3": _make_typed,
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+    "torch.Size": lambda numbers=(): numbers,
     "torch._tensor._rebuild_from_type_v2": lambda make, _type, arguments, _state: make(*arguments),
 }
 
@@ -313,20 +380,22 @@ class WeightsUnpickler(pickle.Unpickler):
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
         if full == "collections.OrderedDict":
             return OrderedDict
+        if RECORD_NAME.fullmatch(full):
+            return Record
         if full in MAKERS or HARMLESS_NAME.fullmatch(full):
             return PickledName(full)
         raise ForbiddenNameError(full)
 
     def persistent_load(self, pid: Any) -> Storage:
         _, kind, key, _device, count = pid
-        if not _is_count(count):
+        if not is_count(count):
             raise ValueError(f"{count!a} elements")
         dtype = STORAGE_DTYPES.get(kind.name.rpartition(".")[2], kind.name)
         itemsize = BY_TORCH_NAME[dtype].itemsize if dtype in BY_TORCH_NAME else 0
         return Storage(dtype, key, count * itemsize)
 
 
-def _unpickle(pickled: bytes, file: Path) -> object:
+def unpickle(pickled: bytes, file: Path) -> object:
     """Read the list of tensors without running anything in it."""
     try:
         _check_values(pickled, file)
@@ -348,7 +417,7 @@ def _key_text(name: object) -> str:
     return name if isinstance(name, str) else f"{name!a:.80}"
 
 
-def _is_tensor(value: object) -> bool:
+def is_tensor(value: object) -> bool:
     """Return whether a value is a tensor, even one of a kind that is refused."""
     return isinstance(value, FileTensor) or (
         isinstance(value, PickledName) and "._rebuild" in value.name
@@ -371,5 +440,6 @@ def _describe(value: Any, file: Path, name: str, records: Mapping[str, range]) -
     return info
 
 
-def _is_count(number: object) -> bool:
+def is_count(number: object) -> bool:
+    """Return whether a value is a number of elements or bytes, or a position."""
     return isinstance(number, int) and 0 <= number < MAX_NUMBER

@@ -1,0 +1,322 @@
+"""Folders that trainers leave behind, in which each process saves its part of every tensor.
+
+torch.distributed.checkpoint, which FSDP and torchtitan use, writes a pickle `.metadata` that lists
+the pieces of each tensor: rectangles at some offsets. Files such as `__0_0.distcp` hold many of
+them, each as torch.save writes it. All are read without torch, as `dare.inputs.torch_bin` reads its
+files: nothing in them can run. A range of a tensor is put together from its pieces as it is read.
+
+Folders of other trainers are refused, with the program that converts them (`checkpoints.toml`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dare.documents.notices import notice
+from dare.errors import HeaderError, InputError
+from dare.inputs.quantised import read_quantised
+from dare.inputs.sources import Opening, Raw, Source, SourceView
+from dare.inputs.torch_bin import (
+    CONTAINERS,
+    MAX_PICKLE_BYTES,
+    PIECE_ELEMENTS,
+    PickledTensors,
+    check_allowed,
+    check_fetched,
+    is_count,
+    is_tensor,
+    read_saved,
+    unpickle,
+)
+from dare.tensors.dtypes import BY_TORCH_NAME
+from dare.tensors.files import InputFile, is_directory, list_names, read_up_to
+from dare.tensors.header import TensorInfo, admit, show_shape
+
+MAX_DIMENSIONS = 32
+MAX_CELLS = 1 << 22  # of the grid that the edges of a tensor's pieces make
+_TABLES = tomllib.loads(files("dare.inputs").joinpath("checkpoints.toml").read_text("utf-8"))
+KINDS: list[dict[str, str]] = _TABLES["kinds"]
+METADATA = re.compile(_TABLES["metadata"])
+TRAINING_STATE = re.compile(_TABLES["training_state"])
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A piece of a tensor, and where the metadata say that it is."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int  # of what torch.save wrote
+    nbytes: int
+    changes: tuple[str, ...]  # of the bytes, such as compression
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An entry of the metadata, with all its pieces if it is a tensor."""
+
+    keys: tuple[str, ...]  # of the state dict and of those inside it
+    dtype: str = ""  # empty if it is not a tensor
+    shape: Shape = ()
+    pieces: dict[Shape, Piece] = field(default_factory=dict)  # by their offsets
+
+
+class Pieces(NamedTuple):
+    """The pieces of a tensor: their names in the source that has them, and their corners."""
+
+    names: Sequence[str]
+    starts: NDArray[np.int64]  # pieces × dimensions
+    stops: NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """What a piece has of a rectangle of a tensor."""
+
+    name: str
+    start: int  # in the piece
+    size: int
+    first: int  # the first element of the rectangle, in the tensor
+    shape: Shape  # of the rectangle
+    inside: tuple[slice, ...]  # where the part is in it
+
+
+class ShardedSource(SourceView):
+    """A checkpoint of torch.distributed. It has pickles: open it only if the user asks for it."""
+
+    def __init__(self, path: Path) -> None:
+        stored, listed = PickledTensors(path), dict[str, Listed]()
+        for name in filter(METADATA.fullmatch, list_names(path)):
+            _read_metadata(stored, path / name, listed)
+        if not stored.files:
+            what = "has no .metadata, which is saved last"
+            raise InputError(f"{path}: {what}; the save did not finish, so give another checkpoint")
+        names, left_out = _find_model(listed)
+        if not names:
+            raise InputError(f"{path}: holds no weights, only {', '.join(left_out) or 'metadata'}")
+        tensors, self._pieces = dict[str, TensorInfo](), dict[str, Pieces]()
+        for name, key in names.items():
+            entry, where = listed[key], f"{path}: {name}"
+            if entry.dtype not in BY_TORCH_NAME:
+                raise InputError(f"{where} is {entry.dtype}; give a plain tensor")
+            info = TensorInfo(name, BY_TORCH_NAME[entry.dtype], entry.shape, 0)
+            admit(info, tensors, str(path))
+            tensors[name], self._pieces[name] = info, _arrange(entry, name, where)
+        _describe_pieces(stored, {name: listed[key] for name, key in names.items()})
+        super().__init__(stored, tensors, computed=tensors)
+        # what is copied, and what NumPy takes to gather pieces that are not contiguous
+        self.cost = stored.cost.with_reading(PIECE_ELEMENTS * (100 if stored.strides else 8))
+        if left_out:
+            self.remarks = (notice("not_weights", names=", ".join(left_out)),)
+
+    def place(self, name: str) -> None:  # noqa: ARG002
+        return None
+
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        for part in self._parts(name, start, start + count):
+            self.inner.prefetch(part.name, part.start, part.size)
+
+    def compute(self, name: str, start: int, into: Raw) -> None:
+        for done in range(0, into.size, PIECE_ELEMENTS):
+            end = min(done + PIECE_ELEMENTS, into.size)
+            for part in self._parts(name, start + done, start + end):
+                rectangle = into[part.first - start :][: math.prod(part.shape)]
+                wanted = rectangle.reshape(part.shape)[part.inside]
+                is_run = wanted.flags.c_contiguous
+                read = wanted.reshape(-1) if is_run else np.empty(part.size, into.dtype)
+                self.inner.read(part.name, part.start, read)
+                if not is_run:
+                    wanted[...] = read.reshape(wanted.shape)
+
+    def _parts(self, name: str, start: int, stop: int) -> Iterator[Part]:
+        """Yield the parts of a range; each is a run in its piece."""
+        pieces = self._pieces[name]
+        for first, low, high in _rectangles(self.tensors[name].shape or (1,), start, stop):
+            begins, ends = np.maximum(pieces.starts, low), np.minimum(pieces.stops, high)
+            for number in np.flatnonzero((begins < ends).all(axis=1)).tolist():
+                begin, end, origin = begins[number], ends[number], pieces.starts[number]
+                place = np.ravel_multi_index(begin - origin, pieces.stops[number] - origin)
+                inside = tuple(map(slice, begin - low, end - low))
+                size = int(np.prod(end - begin))
+                shape = tuple(np.subtract(high, low))
+                yield Part(pieces.names[number], int(place), size, first, shape, inside)
+
+
+def open_form(opening: Opening) -> Source:
+    """Open a distributed checkpoint, if the user allows it; refuse those of other trainers."""
+    path = opening.path
+    names = list_names(path) if is_directory(path) else [path.name]
+    for kind in KINDS:
+        if found := next((name for name in names if re.fullmatch(kind["sign"], name)), None):
+            raise InputError(f"{path}: {kind['what']} ({found}); {kind['remedy']}")
+    if not is_directory(path):
+        raise InputError(f"{path}: is a part of a distributed checkpoint; give its folder")
+    check_allowed(opening)
+    return read_quantised(ShardedSource(path), opening.config)
+
+
+def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield the rectangles that make a range of elements, in order, with their first elements.
+
+    >>> list(_rectangles((3, 4), 2, 9))
+    [(2, [0, 2], [1, 4]), (4, [1, 0], [2, 4]), (8, [2, 0], [3, 1])]
+    """
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    while start < stop:
+        fits = (start % step == 0 and start + step <= stop for step in steps)
+        axis = list(fits).index(True)
+        low = [start // step % size for step, size in zip(steps, shape, strict=True)]
+        count = min(shape[axis] - low[axis], (stop - start) // steps[axis])
+        high = [*(place + 1 for place in low[:axis]), low[axis] + count, *shape[axis + 1 :]]
+        yield start, low, high
+        start += count * steps[axis]
+
+
+# ---------------------------------------------------------------- what the metadata say
+
+
+def _read_metadata(stored: PickledTensors, file: Path, listed: dict[str, Listed]) -> None:
+    """Add the tensors of one file; each process may have written its own."""
+    check_fetched(file)
+    with stored.open_header(file) as opened:
+        if opened.size > MAX_PICKLE_BYTES:
+            how = "convert it with python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+            raise HeaderError(f"{file}: is larger than {MAX_PICKLE_BYTES} bytes; {how}")
+        loaded = unpickle(bytes(read_up_to(opened, opened.size, 0)), file)
+    try:
+        _list_entries(loaded, listed)
+    except Exception:  # anything can be in it
+        what = "is damaged, or not what torch.distributed.checkpoint writes"
+        raise HeaderError(f"{file}: {what}; save the checkpoint again") from None
+
+
+def _list_entries(metadata: Any, listed: dict[str, Listed]) -> None:
+    fields = metadata.state
+    paths = fields.get("planner_data") or {}
+    places = {
+        (index.state["fqn"], index.state.get("offset")): info.state
+        for index, info in fields["storage_data"].items()
+    }
+    for name, entry in fields["state_dict_metadata"].items():
+        keys = paths.get(name) or (name,)
+        keys = tuple(map(str, keys)) if isinstance(keys, tuple) else (name,)
+        if "chunks" not in (entry.state or {}):
+            listed.setdefault(str(name), Listed(keys))
+            continue
+        dtype, shape = entry.state["properties"].state[0].name, _shape(entry.state["size"])
+        known = listed.setdefault(name, Listed(keys, dtype.removeprefix("torch."), shape))
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
+            if known.shape != shape or not len(offsets) == len(sizes) == len(shape):
+                raise ValueError("shapes differ")
+            if 0 not in sizes:
+                place = places[name, offsets]
+                numbers = place["offset"], place["length"]
+                changes = tuple(map(str, place.get("transform_descriptors") or ()))
+                piece = Piece(offsets, sizes, place["relative_path"], *numbers, changes)
+                if not isinstance(piece.file, str) or not all(map(is_count, numbers)):
+                    raise TypeError("not a place")
+                known.pieces[offsets] = piece
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or len(value) > MAX_DIMENSIONS:
+        raise TypeError("not a shape")
+    if not all(map(is_count, value)) or not is_count(math.prod(value)):
+        raise ValueError("not a shape")
+    return value
+
+
+def _find_model(listed: dict[str, Listed]) -> tuple[dict[str, str], list[str]]:
+    """Return the names of the model's tensors, each with its key, and what is not of the model."""
+    inside, outside, left_out = dict[str, str](), dict[str, str](), list[str]()
+    for key, entry in listed.items():
+        above = entry.keys[:-1]
+        depth = next((n for n, name in enumerate(above) if name in CONTAINERS), None)
+        if any(map(TRAINING_STATE.fullmatch, (key.partition(".")[0], *above))):
+            left_out.append(entry.keys[0].partition(".")[0])
+        elif not entry.dtype:
+            left_out.append(key)
+        elif depth is None:
+            outside[key] = key
+        else:
+            inside[".".join(entry.keys[depth + 1 :])] = key
+    if inside:
+        left_out += outside
+    return inside or outside, list(dict.fromkeys(left_out))
+
+
+def _arrange(entry: Listed, name: str, where: str) -> Pieces:
+    """Return the pieces of a tensor; refuse those that overlap or leave something out."""
+    shape, pieces = entry.shape or (1,), entry.pieces.values()
+    starts, sizes = (
+        np.array(corners, np.int64).reshape(-1, len(shape))
+        for corners in ([p.offsets or (0,) for p in pieces], [p.sizes or (1,) for p in pieces])
+    )
+    if (sizes > np.subtract(shape, starts)).any():
+        raise HeaderError(f"{where}: a piece reaches beyond {show_shape(shape)}; save it again")
+    stops = starts + sizes
+    edges = [np.unique([0, n, *starts[:, d], *stops[:, d]]) for d, n in enumerate(shape)]
+    if math.prod(map(len, edges)) > MAX_CELLS:
+        raise HeaderError(f"{where}: its pieces do not form a grid; save it again")
+    taken = np.zeros([len(edge) - 1 for edge in edges], bool)
+    for low, high in zip(starts, stops, strict=True):
+        cells = tuple(slice(*np.searchsorted(e, p)) for e, *p in zip(edges, low, high, strict=True))
+        if taken[cells].any():
+            raise HeaderError(f"{where}: has pieces that overlap; save the checkpoint again")
+        taken[cells] = True
+    if not taken.all():
+        raise HeaderError(f"{where}: a piece is missing; get all files of the checkpoint again")
+    return Pieces([_piece_name(name, piece) for piece in pieces], starts, stops)
+
+
+def _piece_name(name: str, piece: Piece) -> str:
+    return f"{name} from {list(piece.offsets)} on"
+
+
+def _describe_pieces(stored: PickledTensors, entries: Mapping[str, Listed]) -> None:
+    """Find the bytes of all pieces, which must be what the metadata say."""
+    held = defaultdict[str, list[tuple[str, Piece]]](list)
+    for name, entry in entries.items():
+        for piece in entry.pieces.values():
+            held[piece.file].append((name, piece))
+    for file_name, pieces in held.items():
+        if file_name != os.path.basename(file_name) or file_name in ("", ".", ".."):
+            must = "a piece must be in a file of the same folder"
+            raise HeaderError(f"{stored.path}: {pieces[0][0]} is in {file_name!r}; {must}")
+        file = stored.path / file_name
+        with stored.open_header(file) as opened:
+            for name, piece in pieces:
+                _describe_piece(stored, opened, file, _piece_name(name, piece), piece)
+                found, entry = stored.tensors[_piece_name(name, piece)], entries[name]
+                if (found.dtype.torch_name, found.shape) != (entry.dtype, piece.sizes):
+                    what = f"is {found.described}, and {entry.dtype} {show_shape(piece.sizes)}"
+                    raise HeaderError(f"{file}: {name} {what} in .metadata; save it again")
+
+
+def _describe_piece(
+    stored: PickledTensors, opened: InputFile, file: Path, name: str, piece: Piece
+) -> None:
+    if piece.changes:
+        how = f"was saved with {', '.join(piece.changes)}; save it without extensions"
+        raise InputError(f"{file}: {name} {how}")
+    span = range(piece.start, piece.start + piece.nbytes)
+    if span.stop > opened.size:
+        raise HeaderError(f"{file}: {name} reaches beyond its end; the file is truncated")
+    value, records = read_saved(opened, file, span)
+    if not is_tensor(value):
+        raise HeaderError(f"{file}: {name} is not a tensor; save the checkpoint again")
+    stored.describe(name, value, file, records)
