@@ -164,7 +164,8 @@ def read_saved(
 
     Return it with the position of each of its records in the file.
     """
-    pickled, records = _read_archive(_Span(opened, span or range(opened.size)), file)
+    whole = range(opened.size)
+    pickled, records = _read_archive(_Span(opened, whole if span is None else span), file)
     return unpickle(pickled, file), records
 
 
