@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -408,6 +409,38 @@ class Torch(OneFile):
 
         read_some(TorchSource(self.file))
         plan_with(self.file, self.folder / "out", allow_pickle=True)
+
+
+class Checkpoints(Target):
+    """Checkpoints of torch.distributed: their list of pieces, and sometimes the pieces."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from torch.distributed import checkpoint
+
+        super().__init__(folder)
+        weights = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.ones(2, dtype=torch.int64)}
+        state = {"model": weights, "optim": {"step": 1}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it runs in one process
+            checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+        self.names = (folder.name,)
+        self.seeds = [(folder / name).read_bytes() for name in (".metadata", "__0_0.distcp")]
+
+    def make(self, random: Random) -> list[bytes]:
+        """Both files, at least one of them changed."""
+        chosen = random.random()
+        return [
+            change_bytes(random, seed, self.seeds) if chosen < most else seed
+            for seed, most in zip(self.seeds, (0.8, 0.3), strict=True)
+        ]
+
+    def read(self, case: list[bytes]) -> None:
+        from dare.inputs.checkpoints import ShardedSource
+
+        for name, content in zip((".metadata", "__0_0.distcp"), case, strict=True):
+            (self.folder / name).write_bytes(content)
+        read_some(ShardedSource(self.folder))
 
 
 class Deltas(OneFile):
@@ -882,6 +915,7 @@ TARGETS: dict[str, type[Target]] = {
     "gguf": Gguf,
     "quantised": Quantised,
     "torch": Torch,
+    "checkpoints": Checkpoints,
     "deltas": Deltas,
     "recipes": Recipes,
     "yaml": Yaml,
@@ -892,7 +926,13 @@ TARGETS: dict[str, type[Target]] = {
     "analyses": Analyses,
     "reports": Reports,
 }
-NEEDS = {"torch": "torch", "gguf": "gguf", "yaml": "yaml", "reports": "altair"}
+NEEDS = {
+    "torch": "torch",
+    "checkpoints": "torch",
+    "gguf": "gguf",
+    "yaml": "yaml",
+    "reports": "altair",
+}
 """Packages without which a format cannot be read."""
 
 

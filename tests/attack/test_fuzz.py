@@ -12,6 +12,7 @@ CASES = {
     "gguf": 1000,
     "quantised": 100,
     "torch": 50,
+    "checkpoints": 150,
     "deltas": 250,
     "recipes": 300,
     "yaml": 250,

@@ -17,6 +17,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from dare.inputs.torch_bin import (
     check_fetched,
     is_count,
     is_tensor,
-    read_saved,
+    read_archive,
     unpickle,
 )
 from dare.tensors.dtypes import BY_TORCH_NAME
@@ -45,7 +46,9 @@ from dare.tensors.files import InputFile, is_directory, list_names, read_up_to
 from dare.tensors.header import TensorInfo, admit, show_shape
 
 MAX_DIMENSIONS = 32
+MAX_USUAL_BYTES = 4096  # of a piece's pickle; all pieces of one shape have the same
 MAX_CELLS = 1 << 22  # of the grid that the edges of a tensor's pieces make
+_unpickle_usual = lru_cache(128)(unpickle)
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("checkpoints.toml").read_text("utf-8"))
 KINDS: list[dict[str, str]] = _TABLES["kinds"]
 METADATA = re.compile(_TABLES["metadata"])
@@ -316,7 +319,9 @@ def _describe_piece(
     span = range(piece.start, piece.start + piece.nbytes)
     if span.stop > opened.size:
         raise HeaderError(f"{file}: {name} reaches beyond its end; the file is truncated")
-    value, records = read_saved(opened, file, span)
+    pickled, records = read_archive(opened, file, span)
+    is_usual = len(pickled) <= MAX_USUAL_BYTES
+    value = (_unpickle_usual if is_usual else unpickle)(pickled, file)
     if not is_tensor(value):
         raise HeaderError(f"{file}: {name} is not a tensor; save the checkpoint again")
     stored.describe(name, value, file, records)

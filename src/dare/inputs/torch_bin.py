@@ -115,9 +115,9 @@ class TorchSource(PickledTensors):
         """Read a file's list of tensors, but no weights; return their names."""
         check_fetched(file)
         with self.open_header(file) as opened:
-            loaded, records = read_saved(opened, file)
+            pickled, records = read_archive(opened, file)
         held = set()
-        for name, value in self._state_dict(loaded, file).items():
+        for name, value in self._state_dict(unpickle(pickled, file), file).items():
             if not isinstance(name, str) or not is_tensor(value):
                 self.left_out += (_key_text(name),)
                 continue
@@ -157,18 +157,6 @@ def check_fetched(path: Path) -> None:
         raise InputError(f"{path}: is a pickle in a store; save it as safetensors, or fetch it")
 
 
-def read_saved(
-    opened: InputFile, file: Path, span: range | None = None
-) -> tuple[Any, dict[str, range]]:
-    """Read what torch.save wrote into a file, or into a span of it, but no weights.
-
-    Return it with the position of each of its records in the file.
-    """
-    whole = range(opened.size)
-    pickled, records = _read_archive(_Span(opened, whole if span is None else span), file)
-    return unpickle(pickled, file), records
-
-
 class _Span(io.RawIOBase):
     """Some bytes of a file, as a file of their own."""
 
@@ -194,8 +182,14 @@ class _Span(io.RawIOBase):
         return count
 
 
-def _read_archive(span: _Span, file: Path) -> tuple[bytes, dict[str, range]]:
-    """Return an archive's pickle, and the position of each of its records in the file."""
+def read_archive(
+    opened: InputFile, file: Path, place: range | None = None
+) -> tuple[bytes, dict[str, range]]:
+    """Return the pickle of what torch.save wrote, and the position of each record in the file.
+
+    That is the whole file, or `place` in it.
+    """
+    span = _Span(opened, range(opened.size) if place is None else place)
     try:
         with io.BufferedReader(span) as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
