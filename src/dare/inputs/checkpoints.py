@@ -86,7 +86,7 @@ class Pieces(NamedTuple):
     stops: NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class PieceRun(NamedTuple):
     """What a piece has of a rectangle of a tensor."""
 
     name: str
@@ -144,7 +144,7 @@ class ShardedSource(SourceView):
                 if not is_run:
                     wanted[...] = read.reshape(wanted.shape)
 
-    def _parts(self, name: str, start: int, stop: int) -> Iterator[Part]:
+    def _parts(self, name: str, start: int, stop: int) -> Iterator[PieceRun]:
         """Yield the parts of a range; each is a run in its piece."""
         pieces = self._pieces[name]
         for first, low, high in _rectangles(self.tensors[name].shape or (1,), start, stop):
@@ -155,7 +155,7 @@ class ShardedSource(SourceView):
                 inside = tuple(map(slice, begin - low, end - low))
                 size = int(np.prod(end - begin))
                 shape = tuple(np.subtract(high, low))
-                yield Part(pieces.names[number], int(place), size, first, shape, inside)
+                yield PieceRun(pieces.names[number], int(place), size, first, shape, inside)
 
 
 def open_form(opening: Opening) -> Source:

@@ -286,7 +286,7 @@ class Storage(NamedTuple):
     nbytes: int
 
 
-class Record:
+class PickledObject:
     """An object of a class that is not imported: what its pickle says of it, and no more.
 
     The methods of pickles fill it; without them a pickle could set attributes of this class.
@@ -376,7 +376,7 @@ class WeightsUnpickler(pickle.Unpickler):
         if full == "collections.OrderedDict":
             return OrderedDict
         if RECORD_NAME.fullmatch(full):
-            return Record
+            return PickledObject
         if full in MAKERS or HARMLESS_NAME.fullmatch(full):
             return PickledName(full)
         raise ForbiddenNameError(full)
