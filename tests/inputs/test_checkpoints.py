@@ -167,6 +167,7 @@ SHARDED_BY_TORCH = """
     moments = {name: {"exp_avg": 2 * tensor} for name, tensor in tensors.items()}
     state = {"model": tensors, "optim": {"state": moments}, "step": 3}
     dcp.save(state, checkpoint_id=sys.argv[3])
+    dcp.save(state, checkpoint_id=sys.argv[3] + "-alone", use_collectives=False)
     dist.destroy_process_group()
     if rank:
         os._exit(0)
@@ -180,10 +181,13 @@ def test_what_processes_save_together_is_one_model(tmp_path):
     arguments = [tmp_path / "meeting", tmp_path / "given.pt", tmp_path / "c"]
     script = textwrap.dedent(SHARDED_BY_TORCH)
     subprocess.run([sys.executable, "-c", script, *arguments], check=True, timeout=300)
-    assert len(list((tmp_path / "c").glob("*.distcp"))) == 2
     names = ("rows", "columns", "cube", "whole")
-    assert contents(tmp_path / "c") == {name: raw_bytes(TENSORS[name]) for name in names}
-    assert "optim, step" in ShardedSource(tmp_path / "c").remarks[0].text
+    for folder, metadata in (("c", 1), ("c-alone", 2)):  # in the second each has its own
+        path = tmp_path / folder
+        assert len(list(path.glob("*.distcp"))) == 2
+        assert len(list(path.glob("*.metadata"))) == metadata
+        assert contents(path) == {name: raw_bytes(TENSORS[name]) for name in names}
+        assert "optim, step" in ShardedSource(path).remarks[0].text
 
 
 # ---------------------------------------------------------------- state dicts

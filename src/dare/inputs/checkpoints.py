@@ -57,7 +57,7 @@ TRAINING_STATE = re.compile(_TABLES["training_state"])
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A piece of a tensor, and where the metadata say that it is."""
 
     offsets: Shape
@@ -75,7 +75,7 @@ class Listed:
     keys: tuple[str, ...]  # of the state dict and of those inside it
     dtype: str = ""  # empty if it is not a tensor
     shape: Shape = ()
-    pieces: dict[Shape, Piece] = field(default_factory=dict)  # by their offsets
+    pieces: dict[Shape, StoredPiece] = field(default_factory=dict)  # by their offsets
 
 
 class Pieces(NamedTuple):
@@ -229,7 +229,7 @@ def _list_entries(metadata: Any, listed: dict[str, Listed]) -> None:
                 place = places[name, offsets]
                 numbers = place["offset"], place["length"]
                 changes = tuple(map(str, place.get("transform_descriptors") or ()))
-                piece = Piece(offsets, sizes, place["relative_path"], *numbers, changes)
+                piece = StoredPiece(offsets, sizes, place["relative_path"], *numbers, changes)
                 if not isinstance(piece.file, str) or not all(map(is_count, numbers)):
                     raise TypeError("not a place")
                 known.pieces[offsets] = piece
@@ -286,13 +286,13 @@ def _arrange(entry: Listed, name: str, where: str) -> Pieces:
     return Pieces([_piece_name(name, piece) for piece in pieces], starts, stops)
 
 
-def _piece_name(name: str, piece: Piece) -> str:
+def _piece_name(name: str, piece: StoredPiece) -> str:
     return f"{name} from {list(piece.offsets)} on"
 
 
 def _describe_pieces(stored: PickledTensors, entries: Mapping[str, Listed]) -> None:
     """Find the bytes of all pieces, which must be what the metadata say."""
-    held = defaultdict[str, list[tuple[str, Piece]]](list)
+    held = defaultdict[str, list[tuple[str, StoredPiece]]](list)
     for name, entry in entries.items():
         for piece in entry.pieces.values():
             held[piece.file].append((name, piece))
@@ -311,7 +311,7 @@ def _describe_pieces(stored: PickledTensors, entries: Mapping[str, Listed]) -> N
 
 
 def _describe_piece(
-    stored: PickledTensors, opened: InputFile, file: Path, name: str, piece: Piece
+    stored: PickledTensors, opened: InputFile, file: Path, name: str, piece: StoredPiece
 ) -> None:
     if piece.changes:
         how = f"was saved with {', '.join(piece.changes)}; save it without extensions"

@@ -286,21 +286,6 @@ class Storage(NamedTuple):
     nbytes: int
 
 
-class PickledObject:
-    """An object of a class that is not imported: what its pickle says of it, and no more.
-
-    The methods of pickles fill it; without them a pickle could set attributes of this class.
-    """
-
-    state: Any = None
-
-    def __new__(cls, *_arguments: Any) -> Self:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 class PickledName(NamedTuple):
     """A name in a pickle. Called as a function, it makes a tensor, or returns itself."""
 
@@ -362,6 +347,21 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "torch.Size": lambda numbers=(): numbers,
     "torch._tensor._rebuild_from_type_v2": lambda make, _type, arguments, _state: make(*arguments),
 }
+
+
+class PickledObject:
+    """An object of a class that is not imported, with what its pickle says of it.
+
+    A pickle sets the state by `__setstate__`; without that it could set attributes of this class.
+    """
+
+    state: Any = None
+
+    def __new__(cls, *_arguments: Any) -> Self:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class ForbiddenNameError(pickle.UnpicklingError):
