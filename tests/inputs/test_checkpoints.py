@@ -197,7 +197,7 @@ def test_what_processes_save_together_is_one_model(tmp_path):
     ("nest", "left_out"),
     [
         (lambda w, m: w, ""),
-        (lambda w, m: {"model": w, "optimizer": m, "ema": {"w": W}}, "optimizer, ema.w"),
+        (lambda w, m: {"model": w, "optimizer": m, "ema": {"w": W}}, "optimizer, ema"),
         (lambda w, m: {"app": {"model": w, "optim": m}, "step": 3}, "app, step"),
         (lambda w, m: {**w, "optimizer": m, "lr_scheduler": {"a": 1}}, "optimizer, lr_scheduler"),
     ],

@@ -258,7 +258,7 @@ def _find_model(listed: dict[str, Listed]) -> tuple[dict[str, str], list[str]]:
         else:
             inside[".".join(entry.keys[depth + 1 :])] = key
     if inside:
-        left_out += outside
+        left_out += (listed[key].keys[0] for key in outside)
     return inside or outside, list(dict.fromkeys(left_out))
 
 
