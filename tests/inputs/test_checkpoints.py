@@ -210,6 +210,12 @@ def test_only_the_weights_of_a_training_are_read(tmp_path, nest, left_out):
     assert [text.partition(": ")[2] for text in texts] == ([left_out] if left_out else [])
 
 
+def test_two_models_in_one_checkpoint_are_refused(tmp_path):
+    path = write(tmp_path / "c", {"actor": {"model": {"w": W}}, "critic": {"model": {"w": W}}})
+    with pytest.raises(InputError, match="w occurs twice"):
+        ShardedSource(path)
+
+
 def test_a_merge_is_that_of_the_same_weights_in_safetensors(tmp_path):
     torch.manual_seed(0)
     base = {f"model.layers.{n}.weight": torch.randn(40, 30).bfloat16() for n in range(3)}

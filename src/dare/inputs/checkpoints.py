@@ -111,14 +111,14 @@ class ShardedSource(SourceView):
         if not names:
             raise InputError(f"{path}: holds no weights, only {', '.join(left_out) or 'metadata'}")
         tensors, self._pieces = dict[str, TensorInfo](), dict[str, Pieces]()
-        for name, key in names.items():
+        for name, key in names:
             entry, where = listed[key], f"{path}: {name}"
             if entry.dtype not in BY_TORCH_NAME:
                 raise InputError(f"{where} is {entry.dtype}; give a plain tensor")
             info = TensorInfo(name, BY_TORCH_NAME[entry.dtype], entry.shape, 0)
             admit(info, tensors, str(path))
             tensors[name], self._pieces[name] = info, _arrange(entry, name, where)
-        _describe_pieces(stored, {name: listed[key] for name, key in names.items()})
+        _describe_pieces(stored, {name: listed[key] for name, key in names})
         super().__init__(stored, tensors, computed=tensors)
         # what is copied, and what NumPy takes to gather pieces that are not contiguous
         self.cost = stored.cost.with_reading(PIECE_ELEMENTS * (100 if stored.strides else 8))
@@ -243,9 +243,9 @@ def _shape(value: Any) -> Shape:
     return value
 
 
-def _find_model(listed: dict[str, Listed]) -> tuple[dict[str, str], list[str]]:
+def _find_model(listed: dict[str, Listed]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the names of the model's tensors, each with its key, and what is not of the model."""
-    inside, outside, left_out = dict[str, str](), dict[str, str](), list[str]()
+    inside, outside, left_out = list[tuple[str, str]](), list[tuple[str, str]](), list[str]()
     for key, entry in listed.items():
         above = entry.keys[:-1]
         depth = next((n for n, name in enumerate(above) if name in CONTAINERS), None)
@@ -254,11 +254,11 @@ def _find_model(listed: dict[str, Listed]) -> tuple[dict[str, str], list[str]]:
         elif not entry.dtype:
             left_out.append(key)
         elif depth is None:
-            outside[key] = key
+            outside.append((key, key))
         else:
-            inside[".".join(entry.keys[depth + 1 :])] = key
+            inside.append((".".join(entry.keys[depth + 1 :]), key))
     if inside:
-        left_out += (listed[key].keys[0] for key in outside)
+        left_out += (listed[key].keys[0] for _, key in outside)
     return inside or outside, list(dict.fromkeys(left_out))
 
 
@@ -273,7 +273,7 @@ def _arrange(entry: Listed, name: str, where: str) -> Pieces:
         raise HeaderError(f"{where}: a piece reaches beyond {show_shape(shape)}; save it again")
     stops = starts + sizes
     edges = [np.unique([0, n, *starts[:, d], *stops[:, d]]) for d, n in enumerate(shape)]
-    if math.prod(map(len, edges)) > MAX_CELLS:
+    if math.prod(len(edge) - 1 for edge in edges) > MAX_CELLS:
         raise HeaderError(f"{where}: its pieces do not form a grid; save it again")
     taken = np.zeros([len(edge) - 1 for edge in edges], bool)
     for low, high in zip(starts, stops, strict=True):
