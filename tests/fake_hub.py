@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
@@ -37,12 +38,30 @@ class Hub:
     bodies: dict[str, bytes] = field(default_factory=dict)
     """By beginning of a path: what is sent in place of the right content."""
     servers: list[ThreadingHTTPServer] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    """Beginnings of paths whose connection breaks off before an answer."""
+    token: str = "hf_secretTokenOfATest"
+    """The only token that may write, below `writable`."""
+    writable: str = "me"
+    private: set[str] = field(default_factory=set)
+    history: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """By repository and branch: its commits, the last one first."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """What was uploaded, by its SHA-256."""
+    cards: list[str] = field(default_factory=list)
 
     def add(self, repo: str, files: dict[str, bytes], ref: str = "main") -> str:
         commit = commit_of(files)
         self.commits[repo, commit] = files
         self.refs[repo, ref] = commit
+        self.history.setdefault((repo, ref), []).insert(0, commit)
         return commit
+
+    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        """All files at a revision."""
+        commit = self.find(repo, revision)
+        assert commit is not None
+        return self.commits[repo, commit]
 
     def find(self, repo: str, revision: str) -> str | None:
         commit = self.refs.get((repo, revision), revision)
@@ -91,9 +110,8 @@ class Handler(BaseHTTPRequestHandler):
         hub.asked.append(f"{self.command} {unquote(self.path)}")
         if self.server is hub.servers[-1]:
             hub.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
-        for start, (status, code) in hub.refusals.items():
-            if path.startswith(start):
-                return self.answer(status, {"X-Error-Code": code} if code else {})
+        if self.is_refused(path):
+            return None
         if path.startswith("/large/"):
             return self.send_large(path)
         if path.startswith("/api/models/"):
@@ -102,9 +120,147 @@ class Handler(BaseHTTPRequestHandler):
         revision, _, file = rest.partition("/")
         return self.send_file(repo, revision, file)
 
+    def is_refused(self, path: str) -> bool:
+        """Refuse a request or break off, if that is set for its path."""
+        if any(path.startswith(start) for start in self.hub.broken):
+            self.close_connection = True
+            self.connection.close()
+            return True
+        for start, (status, code) in self.hub.refusals.items():
+            if path.startswith(start):
+                self.answer(status, {"X-Error-Code": code} if code else {})
+                return True
+        return False
+
+    # ------------------------------------------------------------ writing
+
+    def do_PUT(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub.asked.append(f"{self.command} {path}")
+        if path.startswith("/upload/") and self.is_refused(path):
+            return None  # in the middle of the body
+        body = self.read_body()
+        if self.is_refused(path):
+            return None
+        if path.startswith("/upload/"):  # the store of large files knows no tokens
+            assert self.headers.get("Authorization") is None
+            assert etag_of(body) == path.removeprefix("/upload/")
+            hub.blobs[etag_of(body)] = body
+            return self.answer(200, {})
+        if self.headers.get("Authorization") != f"Bearer {hub.token}":
+            return self.answer(401, {"X-Error-Message": "Invalid credentials"})
+        if path == "/api/repos/create":
+            return self.create(json.loads(body))
+        if path == "/api/validate-yaml":
+            return self.check_card(json.loads(body)["content"])
+        if path.endswith(".git/info/lfs/objects/batch"):
+            return self.send_actions(json.loads(body)["objects"])
+        if path == "/verify":
+            return self.send_json(200, {})
+        org, name, kind, revision = path.removeprefix("/api/models/").split("/", 3)
+        repo = f"{org}/{name}"
+        if org != hub.writable:
+            return self.answer(403, {})
+        if kind == "branch":
+            if (repo, revision) in hub.refs:
+                return self.answer(409, {})
+            hub.add(repo, hub.files(repo, json.loads(body).get("startingPoint", "main")), revision)
+            return self.send_json(200, {})
+        if hub.find(repo, revision) is None:
+            return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+        if kind == "preupload":
+            large = (".safetensors", ".gguf")
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(large) else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            return self.send_json(200, {"files": modes})
+        assert kind == "commit"
+        return self.commit(repo, revision, [json.loads(line) for line in body.splitlines()])
+
+    def create(self, asked: dict[str, Any]) -> None:
+        repo = f"{asked['organization']}/{asked['name']}"
+        if asked["organization"] != self.hub.writable:
+            return self.answer(403, {})
+        if any(known == repo for known, _ in self.hub.commits):
+            return self.answer(409, {})
+        self.hub.add(repo, {".gitattributes": b"*.safetensors filter=lfs\n"})
+        if asked.get("visibility") == "private":
+            self.hub.private.add(repo)
+        return self.send_json(200, {"url": f"http://127.0.0.1:{self.hub.ports[0]}/{repo}"})
+
+    def check_card(self, card: str) -> None:
+        """Refuse what the hub refuses: bases whose names no model on the hub can have."""
+        import yaml
+
+        self.hub.cards.append(card)
+        fields = yaml.safe_load(card.split("---\n")[1])
+        for name in fields.get("base_model", []):
+            if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+                return self.send_json(400, {"errors": [{"message": f"{name} is not valid"}]})
+        return self.send_json(200, {"errors": [], "warnings": [{"message": "no pipeline_tag"}]})
+
+    def send_actions(self, objects: list[dict[str, Any]]) -> None:
+        first, second = (f"http://127.0.0.1:{port}" for port in self.hub.ports)
+        for each in objects:
+            if each["oid"] not in self.hub.blobs:
+                upload = {"href": f"{second}/upload/{each['oid']}"}
+                each["actions"] = {"upload": upload, "verify": {"href": f"{first}/verify"}}
+        self.send_json(200, {"transfer": "basic", "objects": objects})
+
+    def commit(self, repo: str, branch: str, lines: list[dict[str, Any]]) -> None:
+        hub = self.hub
+        files, first = dict(hub.files(repo, branch)), lines[0]["value"]
+        if first.get("parentCommit") not in (None, hub.refs[repo, branch]):
+            return self.answer(412, {})
+        for line in lines[1:]:
+            value = line["value"]
+            if line["key"] == "deletedFile":
+                del files[value["path"]]
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = hub.blobs[value["oid"]]
+            else:
+                files[value["path"]] = base64.b64decode(value["content"])
+        commit = hub.add(repo, files, branch)
+        if "after the commit" in hub.broken:
+            self.close_connection = True
+            return self.connection.close()
+        return self.send_json(200, {"commitOid": commit, "commitUrl": f"/{repo}/commit/{commit}"})
+
+    def read_body(self) -> bytes:
+        if (length := self.headers.get("Content-Length")) is not None:
+            return self.rfile.read(int(length))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def send_json(self, status: int, value: object) -> None:
+        self.answer(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+    # ------------------------------------------------------------ reading
+
     def send_facts(self, path: str) -> None:
         org, name, kind, revision = path.split("/", 3)
         repo = f"{org}/{name}"
+        is_me = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+        if repo in self.hub.private and not is_me:
+            return self.answer(401, {"X-Error-Code": "RepoNotFound"})
+        if kind == "auth-check":
+            return self.answer(200 if is_me and org == self.hub.writable else 403, {})
+        if kind == "commits":
+            some = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "title": "", "message": ""}
+            commits = [{"id": each, **some} for each in self.hub.history[repo, revision]]
+            return self.send_json(200, commits)
         if not any(known == repo for known, _ in self.hub.commits):
             return self.answer(404, {"X-Error-Code": "RepoNotFound"})
         commit = self.hub.find(repo, revision)
@@ -156,7 +312,7 @@ class Handler(BaseHTTPRequestHandler):
         for key, value in ({"Content-Length": str(len(body))} | headers | lies).items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 
@@ -181,6 +337,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("time.sleep", lambda _seconds: None)  # between the client's retries

@@ -65,6 +65,8 @@ NAMING_HEADERS = ("x-repo-commit", "etag", "x-linked-etag", "x-xet-hash")
 # Parts of answers that the client builds file names from.
 NAMING_KEYS = {"sha", "oid", "sha256", "xetHash", "path", "rfilename"}
 
+LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -108,7 +110,7 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
         remedy = f"to fetch it from the hub, {install_command('hf')}"
         raise InputError(f"{name}: no such file or directory; {remedy}") from None
     try:
-        with _guarded():
+        with guarded():
             if (fetches and not is_address) or not (is_address or can_read()):
                 return _fetch(name, verbose=verbose)
             return replace(_find(name, verbose=verbose), is_address=is_address)
@@ -291,7 +293,7 @@ def _within(name: Name, patterns: Iterable[str]) -> list[str]:
 
 
 @contextmanager
-def _guarded() -> Iterator[None]:
+def guarded() -> Iterator[None]:
     """Check every answer in the client's session, and redact its messages, while this lasts."""
     from huggingface_hub import get_session
 
@@ -377,16 +379,15 @@ def _explain(name: Name, error: BaseException) -> str:
             "check the network and run the command again; complete files are not fetched again"
         )
     status = error.response.status_code
-    log_in = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        return f"accept the terms on the model's page first ({status}), then {log_in}"
+        return f"accept the terms on the model's page first ({status}), then {LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"no such revision ({status}); give a branch, a tag or a full commit hash"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
         what = f"no such file or directory, and the hub has no model {name.repo} ({status})"
-        return f"{what}; check the spelling or, if the model is private, {log_in}"
+        return f"{what}; check the spelling or, if the model is private, {LOG_IN}"
     if status in (401, 403):
-        return f"the hub denies access ({status}); {log_in}, with a token that allows it"
+        return f"the hub denies access ({status}); {LOG_IN}, with a token that allows it"
     if status == 429:
-        return f"the hub got too many requests (429); wait a few minutes, or {log_in}"
+        return f"the hub got too many requests (429); wait a few minutes, or {LOG_IN}"
     return f"the hub failed ({status}); run the command again later"

@@ -189,6 +189,7 @@ class Output:
         self.started_over = ""  # the reason why an earlier try is not used
         self.others: dict[str, str] = {}  # digests of the files beside the weights
         self.made: list[Path] = []  # folders that did not exist
+        self.commit: str | None = None  # the commit that it is on the hub
         self._publisher = publisher
         self._writer = writer or SoleWriter()
         self._discards = discards  # True if the next try cannot use an incomplete output

@@ -157,11 +157,14 @@ class Report(Shown):
     recoded: Recoded | None = field(default=None, kw_only=True)
     notes: tuple[Notice, ...] = field(default=(), kw_only=True)
     """The plan's notes: a default that was taken, names that were matched, and the like."""
+    commit: str | None = field(default=None, kw_only=True)
+    """The commit that the output is, if it went to the hub."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
         plain = {**asdict(self), "output": None if self.output is None else str(self.output)}
-        return {key: value for key, value in plain.items() if key != "recoded" or value is not None}
+        rare = ("recoded", "commit")
+        return {key: value for key, value in plain.items() if key not in rare or value is not None}
 
     def __repr__(self) -> str:
         """The report in a line."""
@@ -190,12 +193,13 @@ class Report(Shown):
         steps = {"verify": f"dare verify {output}", "repeat": f"dare {output} --output OTHER"}
         copied = 0 if self.models else len(self.digests.output_tensors)
         done = f"Copied {counted(copied, 'tensor')}" if copied else merged
+        facts = {"format": self.recoded and str(self.recoded), "commit": self.commit}
         return Document(
             title=f"{done} in {self.seconds:.1f} s",
             kind="merge",
             tone=Tone.GOOD,
             lead=pace_text(self.bytes_read, self.seconds, self.resumed_chunks),
-            facts=() if self.recoded is None else (("format", str(self.recoded)),),
+            facts=tuple((name, text) for name, text in facts.items() if text),
             sections=sections if self.models else (),
             notices=self.warnings,
             steps={} if self.output is None else steps,

@@ -38,7 +38,7 @@ from dare.recipe.entries import number_duplicates
 from dare.recipe.fields import NOT_RECORDED
 from dare.recipe.recipe import Recipe
 from dare.recipe.settings import moved
-from dare.stores.locations import to_path
+from dare.stores.locations import looks_like_name, parse_address, parse_name, to_path
 from dare.tensors.dtypes import StorageType
 from dare.tensors.files import is_there
 from dare.tensors.header import Described
@@ -46,8 +46,13 @@ from dare.tensors.mask import MASK_VERSION
 
 CARD_NAME = "README.md"
 TAGS = ("merge", "dare-merge")
-# Fields of the base's card that hold for the output too.
-INHERITED = ("license", "license_name", "license_link", "library_name", "pipeline_tag")
+LICENCE = ("license", "license_name", "license_link")
+# Fields of the base's card that hold for the output too, with one value or with several.
+INHERITED = (*LICENCE, "library_name", "pipeline_tag")
+INHERITED_LISTS = ("language", "tags")
+MOST_VALUES = 100
+# Licences under which a work may be passed on under any that comes later, or that is not here.
+PERMISSIVE = ("cc0-1.0", "unlicense", "mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 MAX_FRONT_MATTER = 1 << 19  # characters; cards with scores have some 100,000
 MOST_EVENTS = 50_000
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -62,8 +67,9 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         return planned
     if home is not None and components_of(home):
         sidecars = collect_components(home, _types_of_folders(layout))
-        card = {"library_name": "diffusers", **inherited(inputs.folders[0] or home)}
-        notes = (*planned.notes, *sidecars.notes)
+        card, licences = card_fields([inputs.folders[0] or home, *inputs.folders[1:]])
+        card = {"library_name": "diffusers", **card}
+        notes = (*planned.notes, *sidecars.notes, *licences)
         return replace(planned, notes=notes, sidecars=sidecars, base_card=card)
     planned = _with_missing_configuration(planned, inputs, chosen)
     if home is None:
@@ -96,13 +102,14 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
         layout = replace(layout, recoding=layout.recoding.with_files(sidecars))
     if not layout.is_directory:
         return replace(planned, layout=layout, warnings=warnings, notes=(*planned.notes, *notes))
+    card, licences = card_fields(inputs.folders)
     return replace(
         planned,
         layout=layout,
         warnings=warnings,
-        notes=(*planned.notes, *sidecars.notes, *notes),
+        notes=(*planned.notes, *sidecars.notes, *notes, *licences),
         sidecars=sidecars,
-        base_card=inherited(inputs.folders[0]) if inputs.folders[0] else {},
+        base_card=card,
     )
 
 
@@ -213,6 +220,8 @@ def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
 def model_card(plan: Plan, report: Report) -> bytes:
     """Write the card of a finished merge."""
     title = plan.layout.target.name if plan.layout else "merged"
+    if plan.layout is not None and plan.layout.is_on_hub:
+        title = title.partition("@")[0]
     names = [_code(name) for name in plan.model_names]
     base = _code(short_name(plan.recipe.base))
     summary = f"{base} passed through by dare."
@@ -252,18 +261,46 @@ def front_matter(plan: Plan, paths: Sequence[Path], *tags: str) -> str:
     """Return the fields at the beginning of a card; `paths` are the models that were merged."""
     import yaml  # type: ignore[import-untyped]
 
+    names = list(dict.fromkeys(map(_base_model, paths)))
+    if plan.layout is not None and plan.layout.is_on_hub:
+        names = list(filter(looks_like_name, names))  # as the hub takes no others
+    card = plan.base_card or {}
     metadata = {
-        "base_model": list(dict.fromkeys(short_name(path).partition("@")[0] for path in paths)),
-        "base_model_relation": "merge",
+        **({"base_model": names, "base_model_relation": "merge"} if names else {}),
         "library_name": "transformers",
-        **(plan.base_card or {}),
-        "tags": [*TAGS, *tags],
+        **card,
+        "tags": list(dict.fromkeys([*TAGS, *tags, *card.get("tags", ())])),
     }
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)
     return f"---\n{text}---\n"
 
 
-def inherited(directory: Path) -> dict[str, str]:
+def _base_model(path: Path) -> str:
+    """Return the name of a model in a card: for one on the hub, its repository."""
+    text = short_name(path)
+    name = parse_address(text) if text.startswith("hf://") else parse_name(text)
+    return text if name is None else name.repo
+
+
+def card_fields(folders: Sequence[Path | None]) -> tuple[dict[str, Any], list[Notice]]:
+    """Return what the inputs' cards say for the output's, and a note if it has no licence.
+
+    Of several licences the strictest holds, if all others may be passed on under it.
+    """
+    cards = [inherited(folder) if folder else {} for folder in folders]
+    licences: dict[tuple[str, ...], dict[str, Any]] = {}
+    for card in (card for card in cards if "license" in card):
+        licence = {key: card[key] for key in LICENCE if key in card}
+        licences.setdefault(tuple(text.lower() for text in licence.values()), licence)
+    ranks = {name: rank for rank, name in enumerate(PERMISSIVE)}
+    ordered = sorted(licences, key=lambda key: ranks.get(key[0], len(ranks)))
+    fields = {key: value for key, value in cards[0].items() if key not in LICENCE}
+    if len(ordered) > 1 and ordered[-2][0] not in ranks:
+        return fields, [notice("licences", licences=", ".join(key[0] for key in ordered))]
+    return (licences[ordered[-1]] if ordered else {}) | fields, []
+
+
+def inherited(directory: Path) -> dict[str, Any]:
     """Return the fields that the output's card takes from the base's card, if that can be read."""
     import yaml
 
@@ -276,7 +313,13 @@ def inherited(directory: Path) -> dict[str, str]:
     except (yaml.YAMLError, RecursionError, ValueError):
         metadata = None
     values = metadata if isinstance(metadata, dict) else {}
-    return {key: text for key in INHERITED if (text := values.get(key)) and isinstance(text, str)}
+    found = {key: text for key in INHERITED if (text := values.get(key)) and isinstance(text, str)}
+    for key in INHERITED_LISTS:
+        given = values.get(key)
+        listed = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+        if texts := [text for text in listed[:MOST_VALUES] if text and isinstance(text, str)]:
+            found[key] = texts
+    return found
 
 
 def _bounded_loader(yaml: Any) -> Any:

@@ -112,7 +112,7 @@ def _written_names(layout: Layout) -> list[str]:
         return []
 
 
-def _noted(layout: Layout) -> JournalContent:
+def noted(layout: Layout) -> JournalContent:
     """Return the content of the journal in the scratch folder."""
     folder = work_folder(layout)
     if not has_mark(folder):
@@ -342,11 +342,11 @@ class StorePublisher(Publisher):
 
     def check(self, inputs: Iterable[Path], *, overwrite: bool) -> None:
         _check_place(self.layout, inputs)
-        _replaceable(self.layout, _noted(self.layout).ours, overwrite=overwrite)
+        _replaceable(self.layout, noted(self.layout).ours, overwrite=overwrite)
 
     def finished_before(self) -> JournalContent | None:
         try:
-            found = _noted(self.layout)
+            found = noted(self.layout)
         except OutputError:
             return None
         if found.finished is None:

@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from dare.documents.words import counted, show_size
 from dare.errors import InputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, is_delta_file
 from dare.inputs.directory import resolve_inside
+from dare.inputs.hub import resolve
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.shards import INDEX_NAME, SINGLE_NAME
 from dare.inputs.sources import FileSource, Raw, open_source
 from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path, read_sealed
-from dare.stores.locations import to_path
+from dare.stores.locations import is_stored, to_path
 from dare.tensors.chunks import (
     SEAL,
     UNKNOWN,
@@ -95,6 +96,13 @@ def verify(
     gigabyte), everything else uses all. Raises VerificationError if there is no manifest.
     """
     path = to_path(path)
+    if not (is_stored(path) and path.scheme == "hf"):
+        return _verify(path, verbose=verbose, sha256=sha256)
+    found = resolve(path, verbose=verbose)
+    return replace(_verify(found.path, verbose=verbose, sha256=sha256), path=found.pinned)
+
+
+def _verify(path: Path, *, verbose: bool, sha256: bool) -> Verification:
     whole_model = (path / SINGLE_NAME, path / INDEX_NAME)
     is_adapter = looks_like_adapter(path) and not any(map(is_there, whole_model))
     if is_adapter or _has_whole_digests(path):

@@ -19,7 +19,7 @@ from typing import Any
 
 from dare import __version__
 from dare.documents.notices import Notice
-from dare.errors import OutputError, RecipeError
+from dare.errors import InputError, OutputError, RecipeError
 from dare.formats.recoding import Recoding
 from dare.inputs.directory import Sidecars
 from dare.inputs.gathered import Gathered
@@ -30,7 +30,7 @@ from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
 from dare.stages import Settings, Stage
 from dare.stages.registry import LATER_PARAMETERS, Round
-from dare.stores.locations import is_stored
+from dare.stores.locations import is_stored, parse_address
 from dare.tensors.chunks import SEAL, UNKNOWN, bytes_digest, chunk_count
 from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
@@ -66,7 +66,9 @@ class Layout:
                 f"{self.target}: cannot be written as {ending}; name a directory (without "
                 f"{ending}) or a file that ends with .safetensors; merges can also be .gguf"
             )
-        if self.recoding is not None and self.is_sent:
+        if self.is_on_hub:
+            _check_repository(self.target)
+        elif self.recoding is not None and self.is_sent:
             what = f"cannot be written to a store as {self.recoding.format}"
             raise OutputError(f"{self.target}: {what}; write it here, then copy it there")
 
@@ -76,13 +78,20 @@ class Layout:
 
     @property
     def is_sent(self) -> bool:
-        """True if it goes to a store, file by file in their order."""
+        """True if it goes to a store: file by file in their order, or to the hub as a whole."""
         return is_stored(self.target)
 
     @property
+    def is_on_hub(self) -> bool:
+        """True if it goes to the hub, in one commit."""
+        return is_stored(self.target) and self.target.scheme == "hf"
+
+    @property
     def scratch_bytes(self) -> int:
-        """About how much scratch space it takes on the way to a store: two adjacent files."""
+        """About how much scratch space it takes on the way: two adjacent files, or all of them."""
         sizes = self.sizes if self.is_sent else []
+        if self.is_on_hub:
+            return sum(sizes)
         return max(map(sum, itertools.pairwise([0, *sizes])), default=0)
 
     @property
@@ -122,6 +131,17 @@ class Layout:
         }
         document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _check_repository(target: Path) -> None:
+    """Refuse an address on the hub that is not that of a whole repository."""
+    forms = "write hf://user/name, or hf://user/name@branch"
+    try:
+        is_whole = not parse_address(str(target)).inside
+    except InputError:
+        raise OutputError(f"{target}: is not the address of a repository; {forms}") from None
+    if not is_whole or not is_directory_target(target):
+        raise OutputError(f"{target}: an output on the hub is a whole repository; {forms}")
 
 
 def is_directory_target(target: Path) -> bool:
@@ -350,7 +370,7 @@ class PlanData:
     layout: Layout | None  # None when the result stays in memory
     notes: tuple[Notice, ...] = ()  # changes that were made so that the inputs fit together
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
-    base_card: Mapping[str, str] | None = None  # fields from the base's card, for a directory
+    base_card: Mapping[str, Any] | None = None  # fields from the base's card, for a directory
     measured: str = ""  # Markdown for the card: what the output scored, if that is known
     options: RunOptions = USUAL
     gathered: Gathered | None = None  # the file of what inputs have shown

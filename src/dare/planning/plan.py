@@ -178,10 +178,12 @@ class Plan(PlanData, Shown):
             return f"{size} (no output is named yet)"
         target = self.layout.target
         place = f"{size} to {target} ({counted(len(self.layout.files), 'file')})"
+        room = show_size(self.layout.scratch_bytes)
+        if self.layout.is_on_hub:
+            return f"{place}, in one commit by way of a scratch folder, which takes {room}"
         if target.exists():
             return f"{place}, which exists already"
         if self.layout.is_sent:
-            room = show_size(self.layout.scratch_bytes)
             return f"{place}, file by file by way of a scratch folder, which takes {room}"
         if target.parent.exists():
             return place

@@ -391,6 +391,9 @@ def check_for_cluster(plan: Plan) -> None:
     """Refuse plans that nodes cannot carry out together, before anything is written."""
     options, target = plan.options, plan.recipe.output
     is_sent = plan.layout is not None and plan.layout.is_sent
+    if plan.layout is not None and plan.layout.is_on_hub:
+        what = "a cluster does not write to the hub; leave cluster out, or upload the output later"
+        raise RecipeError(f'cluster = "{options.cluster}": {target}: {what}')
     if is_sent and options.scratch is None:
         raise RecipeError(
             f'cluster = "{options.cluster}": {target} is in a store; name a folder that all '

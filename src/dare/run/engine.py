@@ -27,6 +27,7 @@ from dare.documents.shown import Display, Meter, show_progress
 from dare.errors import OutputError, RecipeError, warn_caller
 from dare.inputs.sources import Source, hold_open, read_chunks
 from dare.kernels.linalg import one_blas_thread
+from dare.output.hub import HubPublisher
 from dare.output.journal import JournalContent, Record
 from dare.output.output import Identity, Output, Publisher, SoleWriter
 from dare.output.sink import FileSink, Metadata, Sink
@@ -159,6 +160,8 @@ class Work(Generic[R]):
 
 def publisher_of(layout: Layout) -> Publisher:
     """Return the publisher of an output: on this machine, or in a store."""
+    if layout.is_on_hub:
+        return HubPublisher(layout)
     return StorePublisher(layout) if layout.is_sent else Publisher(layout)
 
 

@@ -96,7 +96,8 @@ class Merge(Work[Report]):
         late = [notice(LEFTOVERS, what=f"{target} is complete, but {fault}") for fault in problems]
         shown = {*self.plan.warnings, *self.sample.notices, *self.noticed}
         warn(self.plan, [*(n for n in report.warnings if n not in shown), *late])
-        return replace(report, warnings=(*report.warnings, *late))
+        warnings = (*report.warnings, *late)
+        return replace(report, warnings=warnings, commit=self.output.commit)
 
 
 def take_sample(plan: Plan) -> SampledModels:

@@ -1,0 +1,212 @@
+"""Outputs on the hub: made in a scratch folder, and added to a repository in one commit.
+
+The folder is a whole output with its journal, as one on this machine would be, until the hub has
+the commit. Weights are uploaded first, which nobody sees; the hub keeps them, so that an upload
+that broke off sends only the files that the hub lacks. Then one commit adds all files and removes
+those of an output that it replaces. The commit before it must still be the one that was checked.
+
+The repository is made before the merge begins, private unless it exists, so that a lack of rights
+is noticed then. Token, endpoint and retries are those of `huggingface_hub`; nothing that it says is
+repeated with a token.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from dare.documents.words import show_size
+from dare.errors import DareError, ExistsError, InputError, OutputError, install_command
+from dare.inputs.hub import LOG_IN, guarded
+from dare.output.journal import JournalContent
+from dare.output.output import Output, Publisher
+from dare.output.sink import FileSink
+from dare.output.store import noted
+from dare.output.targets import MANIFEST_NAME, MAX_MANIFEST_BYTES, read_sealed, write_synced
+from dare.planning.data import Layout
+from dare.stores.locations import parse_address, without_credentials
+from dare.stores.reading import forget
+from dare.tensors.chunks import bytes_digest
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+HUBS_OWN = ".gitattributes"  # the file that the hub puts into a new repository
+
+
+class HubPublisher(Publisher):
+    """Publishes an output in a repository on the hub, from the scratch folder."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        name = parse_address(str(layout.target))
+        self._repo, self._branch = name.repo, name.revision or "main"
+
+    def check(self, inputs: Iterable[Path], *, overwrite: bool) -> None:  # noqa: ARG002
+        """Refuse a repository with files; inputs are safe, as the hub keeps all commits."""
+        noted(self.layout)  # refuses a folder that another process has
+        with self._asking() as api:
+            self._replaceable(api, overwrite=overwrite)
+
+    def finished_before(self) -> JournalContent | None:
+        try:
+            found = noted(self.layout)
+        except OutputError:
+            return None
+        if found.finished is None:
+            return None
+        with self._asking() as api, TemporaryDirectory() as folder:
+            commit, names = self._list(api)
+            manifest = self._fetch_manifest(api, commit, names, Path(folder))
+            is_there = manifest is not None and manifest.stat().st_size <= MAX_MANIFEST_BYTES
+            digest = bytes_digest(manifest.read_bytes()) if manifest and is_there else None
+        return found if digest == found.finished else None
+
+    def clear_leftovers(self, *, finished: bool) -> None:
+        if finished:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
+        """Return a sink in the scratch folder, after making the repository and the branch."""
+        with self._asking() as api:
+            api.create_repo(self._repo, private=True, exist_ok=True)
+            if self._branch != "main" and self._list(api)[0] is None:
+                first = api.list_repo_commits(self._repo)[-1].commit_id  # without main's files
+                api.create_branch(self._repo, branch=self._branch, revision=first, exist_ok=True)
+            api.auth_check(self._repo, write=True)
+        return super().make_sink(metadata)
+
+    def publish(self, output: Output, manifest: bytes) -> list[str]:
+        """Upload the weights, add all files in one commit, and remove the folder."""
+        assert output.journal is not None
+        write_synced(self.folder / MANIFEST_NAME, manifest)
+        output.journal.note_synced(finished=bytes_digest(manifest))
+        output.sink.close()
+        with self._asking() as api:
+            from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+            place: dict[str, Any] = {"repo_id": self._repo, "revision": self._branch}
+            head, old = self._replaceable(api, overwrite=output.overwrite)
+            weights = list(self.layout.files)
+            names = [*weights, *output.others, MANIFEST_NAME]
+            adds = [CommitOperationAdd(name, self.folder / name) for name in names]
+            for name, add in zip(weights, adds, strict=False):
+                size = show_size((self.folder / name).stat().st_size)
+                output.sink.announce(f"uploading {name} ({size})")
+                api.preupload_lfs_files(additions=[add], **place)
+            made = api.create_commit(
+                operations=[*adds, *map(CommitOperationDelete, sorted({*old} - {*names}))],
+                commit_message="Merge models with dare",
+                parent_commit=head,
+                **place,
+            )
+        output.commit = made.oid
+        output.sink.announce(f"{self.layout.target} is commit {made.oid}")
+        output.journal.release()
+        try:
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            return [f"{self.folder}: cannot be removed: {error.strerror}"]
+        finally:
+            forget()
+        return []
+
+    # ------------------------------------------------------------ what the hub has
+
+    def _list(self, api: HfApi) -> tuple[str | None, list[str]]:
+        """Return the branch's last commit and its files; None if there is no such branch."""
+        from huggingface_hub import errors
+
+        try:
+            facts = api.model_info(self._repo, revision=self._branch)
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            return None, []
+        return facts.sha, [file.rfilename for file in facts.siblings or ()]
+
+    def _replaceable(self, api: HfApi, *, overwrite: bool) -> tuple[str | None, list[str]]:
+        """Return the branch's commit, and its files if they may be replaced."""
+        commit, names = self._list(api)
+        names = [name for name in names if name != HUBS_OWN]
+        if names and not overwrite:
+            raise ExistsError(self.layout.target)
+        with TemporaryDirectory() as folder:
+            manifest = self._fetch_manifest(api, commit, names, Path(folder))
+            try:
+                ours = {*read_sealed(manifest)["files"], MANIFEST_NAME} if manifest else set()
+            except (InputError, KeyError, TypeError):
+                ours = set[str]()
+        if foreign := [name for name in names if name not in ours]:
+            raise OutputError(
+                f"{self.layout.target}: contains {foreign[0]}, which was not made by dare, so it "
+                "is not replaced; remove it on the hub, or choose another name or branch"
+            )
+        return commit, names
+
+    def _fetch_manifest(
+        self, api: HfApi, commit: str | None, names: Iterable[str], folder: Path
+    ) -> Path | None:
+        """Fetch the manifest of a commit into a folder; None if it has none."""
+        if MANIFEST_NAME not in names:
+            return None
+        place = {"revision": commit, "local_dir": folder}
+        return Path(api.hf_hub_download(self._repo, MANIFEST_NAME, **place))
+
+    # ------------------------------------------------------------ errors
+
+    @contextmanager
+    def _asking(self) -> Iterator[HfApi]:
+        """Give the client, without bars; errors have a remedy and no secrets."""
+        target = self.layout.target
+        try:
+            from huggingface_hub import HfApi, get_token
+            from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+            from huggingface_hub.utils import are_progress_bars_disabled as has_no_bars
+        except ImportError:
+            needs = f"writing to the hub needs huggingface_hub: {install_command('hf')}"
+            raise OutputError(f"{target}: {needs}") from None
+        was_without, token = has_no_bars(), None
+        try:
+            with warnings.catch_warnings(), guarded():
+                warnings.simplefilter("ignore")  # what the client has to say of cards and bars
+                disable_progress_bars()
+                if (token := get_token()) is None:
+                    raise OutputError(f"writing to the hub needs a token; {LOG_IN}")
+                yield HfApi()
+        except ExistsError:
+            raise
+        except DareError as error:
+            raise OutputError(f"{target}: {str(error).removeprefix(f'{target}: ')}") from None
+        except Exception as error:
+            text = without_credentials(f"{target}: {_explain(error)}")
+            raise OutputError(text.replace(token or "\0", "…")) from None
+        finally:
+            if not was_without:
+                enable_progress_bars()
+
+
+def _explain(error: BaseException) -> str:
+    """Say what is wrong and what to do, in our words."""
+    from huggingface_hub import errors
+
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__  # the reason why a file was not uploaded
+    again = "run the same merge again; it resumes"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "is on the hub; turn offline mode off (HF_HUB_OFFLINE), or choose a path"
+    if not isinstance(error, errors.HfHubHTTPError):
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"could not be sent to the hub: {reason}; when that is mended, {again}"
+    status = error.response.status_code
+    if status in (401, 403, 404):
+        right = "the right to write to this repository"
+        return f"the hub denies access ({status}); {LOG_IN}, with a token that has {right}"
+    if status in (409, 412):
+        return f"the repository changed meanwhile ({status}); {again}"
+    if status == 429:
+        return f"the hub got too many requests (429); wait a few minutes, then {again}"
+    return f"the hub failed ({status}); {again} later"
