@@ -189,12 +189,13 @@ class Handler(BaseHTTPRequestHandler):
         repo = f"{asked['organization']}/{asked['name']}"
         if asked["organization"] != self.hub.writable:
             return self.answer(403, {})
+        place = {"url": f"http://127.0.0.1:{self.hub.ports[0]}/{repo}"}
         if any(known == repo for known, _ in self.hub.commits):
-            return self.answer(409, {})
+            return self.send_json(409, place)
         self.hub.add(repo, {".gitattributes": b"*.safetensors filter=lfs\n"})
         if asked.get("visibility") == "private":
             self.hub.private.add(repo)
-        return self.send_json(200, {"url": f"http://127.0.0.1:{self.hub.ports[0]}/{repo}"})
+        return self.send_json(200, place)
 
     def check_card(self, card: str) -> None:
         """Refuse what the hub refuses: bases whose names no model on the hub can have."""
@@ -250,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
     # ------------------------------------------------------------ reading
 
     def send_facts(self, path: str) -> None:
-        org, name, kind, revision = path.split("/", 3)
+        org, name, kind, revision = [*path.split("/", 3), "revision", "main"][:4]
         repo = f"{org}/{name}"
         is_me = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         if repo in self.hub.private and not is_me:

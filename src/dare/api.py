@@ -32,7 +32,7 @@ from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, take_sample
 from dare.run.nested import plan_inputs, plan_request
 from dare.run.slices import SliceReport, run_finish, run_slice
-from dare.stores.locations import to_path
+from dare.stores.locations import is_stored, to_path
 from dare.tensors.header import TensorInfo
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ def load_document(path: Path, given: Mapping[str, Any] | None = None) -> dict[st
     Given are settings by name that will be laid over them.
     """
     path = to_path(path)  # a command line makes a plain path of an address
+    if is_stored(path) and path.scheme == "hf":
+        from dare.inputs.hub import resolve
+
+        path = resolve(path, verbose=False).path
     if path.suffix.lower() in YAML_SUFFIXES:
         return convert_yaml(path).recipe.to_document()
     found = find_manifest(path)

@@ -15,7 +15,7 @@ from dare import merge, plan
 from dare.documents.notices import LEFTOVERS, notice
 from dare.errors import InputError
 from dare.output.receipt import Report
-from dare.output.sidecars import MAX_FRONT_MATTER, inherited, model_card
+from dare.output.sidecars import MAX_FRONT_MATTER, card_fields, inherited, model_card
 from dare.planning.plan import Plan
 from dare.recipe.recipe import ModelEntry, Request
 from helpers import save
@@ -81,6 +81,7 @@ def test_the_front_matter_is_what_the_hub_expects_and_what_holds_for_the_base(me
     card = model_card(dataclasses.replace(planned, base_card=inherited(tmp_path)), report)
     assert front_matter(card.decode()) == {
         **own,
+        "language": ["en"],
         "license": "llama3",
         "license_link": "https://example.org/a#b",
         "pipeline_tag": "text-generation",
@@ -173,3 +174,38 @@ def test_the_text_does_not_depend_on_place_or_time(tmp_path: Path) -> None:
     assert cards[0] == cards[1]
     again = merge_in(tmp_path / "d" / "work", threads=2, max_memory=1 << 28)
     assert model_card(*again) == cards[0]
+
+
+@pytest.mark.parametrize(
+    ("licences", "expected"),
+    [
+        ([None, None, None], None),
+        (["mit", None, "MIT"], "mit"),
+        ([None, "llama3", None], "llama3"),
+        (["mit", "apache-2.0", "mit"], "apache-2.0"),
+        (["apache-2.0", "gemma", "mit"], "gemma"),
+        (["gpl-3.0", "gemma", "mit"], "none"),
+        (["other", "other", "mit"], "other"),
+    ],
+)
+def test_the_licence_is_that_of_all_inputs_or_the_strictest(
+    licences: list[str | None], expected: str | None, tmp_path: Path
+) -> None:
+    folders = [tmp_path / str(number) for number in range(len(licences))]
+    for folder, licence in zip(folders, licences, strict=True):
+        folder.mkdir()
+        if licence is not None:
+            (folder / "README.md").write_text(f"---\nlicense: {licence}\n---\n")
+    fields, notes = card_fields([*folders, None])
+    assert fields.get("license") == (None if expected == "none" else expected)
+    assert [note.code for note in notes] == ["licences"] * (expected == "none")
+
+
+def test_two_licences_that_have_names_of_their_own_differ(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        front = f"license: other\nlicense_name: {name}\ntags: [1, chat, merge, [x]]\nlanguage: {{}}"
+        (tmp_path / name / "README.md").write_text(f"---\n{front}\n---\n")
+    fields, notes = card_fields([tmp_path / "a", tmp_path / "b"])
+    assert fields == {"tags": ["1", "chat", "merge"]}
+    assert len(notes) == 1

@@ -32,6 +32,7 @@ from dare.planning.data import Layout
 from dare.stores.locations import parse_address, without_credentials
 from dare.stores.reading import forget
 from dare.tensors.chunks import bytes_digest
+from dare.tensors.files import read_limited
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -63,9 +64,8 @@ class HubPublisher(Publisher):
         with self._asking() as api, TemporaryDirectory() as folder:
             commit, names = self._list(api)
             manifest = self._fetch_manifest(api, commit, names, Path(folder))
-            is_there = manifest is not None and manifest.stat().st_size <= MAX_MANIFEST_BYTES
-            digest = bytes_digest(manifest.read_bytes()) if manifest and is_there else None
-        return found if digest == found.finished else None
+            text = read_limited(manifest, MAX_MANIFEST_BYTES) if manifest else b""
+        return found if bytes_digest(text) == found.finished else None
 
     def clear_leftovers(self, *, finished: bool) -> None:
         if finished:
@@ -153,8 +153,8 @@ class HubPublisher(Publisher):
         """Fetch the manifest of a commit into a folder; None if it has none."""
         if MANIFEST_NAME not in names:
             return None
-        place = {"revision": commit, "local_dir": folder}
-        return Path(api.hf_hub_download(self._repo, MANIFEST_NAME, **place))
+        name = MANIFEST_NAME
+        return Path(api.hf_hub_download(self._repo, name, revision=commit, local_dir=folder))
 
     # ------------------------------------------------------------ errors
 
@@ -163,17 +163,16 @@ class HubPublisher(Publisher):
         """Give the client, without bars; errors have a remedy and no secrets."""
         target = self.layout.target
         try:
-            from huggingface_hub import HfApi, get_token
-            from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-            from huggingface_hub.utils import are_progress_bars_disabled as has_no_bars
+            from huggingface_hub import HfApi, get_token, utils
         except ImportError:
             needs = f"writing to the hub needs huggingface_hub: {install_command('hf')}"
             raise OutputError(f"{target}: {needs}") from None
-        was_without, token = has_no_bars(), None
+        bars: Any = utils  # its public functions, which it does not declare as such
+        was_without, token = bars.are_progress_bars_disabled(), None
         try:
             with warnings.catch_warnings(), guarded():
                 warnings.simplefilter("ignore")  # what the client has to say of cards and bars
-                disable_progress_bars()
+                bars.disable_progress_bars()
                 if (token := get_token()) is None:
                     raise OutputError(f"writing to the hub needs a token; {LOG_IN}")
                 yield HfApi()
@@ -186,7 +185,7 @@ class HubPublisher(Publisher):
             raise OutputError(text.replace(token or "\0", "…")) from None
         finally:
             if not was_without:
-                enable_progress_bars()
+                bars.enable_progress_bars()
 
 
 def _explain(error: BaseException) -> str:
@@ -209,4 +208,7 @@ def _explain(error: BaseException) -> str:
         return f"the repository changed meanwhile ({status}); {again}"
     if status == 429:
         return f"the hub got too many requests (429); wait a few minutes, then {again}"
+    if status < 500:
+        said = " ".join((error.server_message or "no reason given").split())
+        return f"the hub refuses it ({status}): {said:.200}; when that is mended, {again}"
     return f"the hub failed ({status}); {again} later"

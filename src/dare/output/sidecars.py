@@ -313,7 +313,9 @@ def inherited(directory: Path) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError):
         metadata = None
     values = metadata if isinstance(metadata, dict) else {}
-    found = {key: text for key in INHERITED if (text := values.get(key)) and isinstance(text, str)}
+    found: dict[str, Any] = {
+        key: text for key in INHERITED if (text := values.get(key)) and isinstance(text, str)
+    }
     for key in INHERITED_LISTS:
         given = values.get(key)
         listed = [given] if isinstance(given, str) else given if isinstance(given, list) else []
