@@ -281,8 +281,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, repo: str, revision: str, file: str) -> None:
         commit = self.hub.find(repo, revision)
-        assert commit is not None
-        data = self.hub.commits[repo, commit][file]
+        data = self.hub.commits.get((repo, commit or ""), {}).get(file)
+        if data is None or commit is None:
+            return self.answer(404, {"X-Error-Code": "EntryNotFound"})
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag_of(data)}"'}
         if not file.endswith(".safetensors"):
             return self.send_some(headers, data)

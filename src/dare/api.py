@@ -198,7 +198,8 @@ def make_request(recipe: AnyRecipe | None = None, **settings: Any) -> Request:
         )
     else:
         path = to_path(recipe)
-        document, where = load_document(path, given), str(find_manifest(path) or path)
+        document = load_document(path, given)
+        where = str(path if is_stored(path) else find_manifest(path) or path)
         where += " with arguments" if given else ""
     return request_with_settings(document, given, where)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dare
+from dare.cli import main
 from dare.errors import ExistsError, OutputError, RecipeError
 from dare.output.hub import HubPublisher
 from dare.output.output import Output
@@ -306,6 +307,21 @@ def test_slices_and_clusters_do_not_write_to_the_hub(there):
     with pytest.raises(RecipeError, match="hub"):
         dare.merge(recipe(cluster="local", scratch="x"))
     assert sent(there, "POST") == 0
+
+
+def test_offline_nothing_is_sent(there, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    paths = {"base": tmp_path / "base", "models": [tmp_path / "math"]}
+    with pytest.raises(OutputError, match="HF_HUB_OFFLINE"):
+        dare.merge(dare.Request.of(**paths, output=f"hf://{REPO}", verbose=False))
+    assert not default_scratch().exists()
+
+
+def test_what_is_on_the_hub_and_no_output_is_not_verified(there, capsys):
+    assert main(["verify", "hf://org/base"]) != 0
+    assert "not made by dare" in capsys.readouterr().err
+    assert main(["verify", "hf://org/none"]) != 0
+    assert "the hub has no model org/none" in capsys.readouterr().err
 
 
 def test_an_output_on_the_hub_is_repeated_by_its_address(there, tmp_path):

@@ -196,7 +196,10 @@ def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | No
 def _may_be_recipe(path: Path) -> bool:
     """Tell if a path is a recipe or an output; what is missing is looked for as one of them."""
     from dare.output.receipt import find_manifest
+    from dare.stores.locations import is_here
 
+    if not is_here(path):  # or on the hub
+        return True
     manifest = find_manifest(path)
     return manifest is None or manifest == path or manifest.exists() or not path.exists()
 
@@ -215,7 +218,7 @@ def verify(
     """
     from dare.output.verification import Verification
     from dare.output.verification import verify as verify_output
-    from dare.stores.locations import to_path
+    from dare.stores.locations import is_here, to_path
     from dare.tensors.files import is_there
 
     if not outputs:
@@ -226,7 +229,8 @@ def verify(
         try:
             found.append(verify_output(path, verbose=not quiet, sha256=sha256))
         except (InputError, VerificationError) as error:
-            if not is_there(to_path(path)):
+            place = to_path(path)
+            if not (is_here(place) and is_there(place)):
                 raise
             code = "not_an_output" if isinstance(error, VerificationError) else "unreadable"
             found.append(Verification(path, (notice(code, error=error),), 0, 0))
