@@ -12,7 +12,6 @@ repeated with a token.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,16 +20,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dare.documents.words import show_size
-from dare.errors import DareError, ExistsError, InputError, OutputError, install_command
+from dare.errors import DareError, ExistsError, OutputError, install_command
 from dare.inputs.hub import LOG_IN, guarded
 from dare.output.journal import JournalContent
-from dare.output.output import Output, Publisher
-from dare.output.sink import FileSink
-from dare.output.store import noted
-from dare.output.targets import MANIFEST_NAME, MAX_MANIFEST_BYTES, read_sealed, write_synced
+from dare.output.output import Output
+from dare.output.sink import FileSink, make_sink
+from dare.output.store import StorePublisher, noted, written_names
+from dare.output.targets import MANIFEST_NAME, MAX_MANIFEST_BYTES, write_synced
 from dare.planning.data import Layout
 from dare.stores.locations import parse_address, without_credentials
-from dare.stores.reading import forget
 from dare.tensors.chunks import bytes_digest
 from dare.tensors.files import read_limited
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 HUBS_OWN = ".gitattributes"  # the file that the hub puts into a new repository
 
 
-class HubPublisher(Publisher):
+class HubPublisher(StorePublisher):
     """Publishes an output in a repository on the hub, from the scratch folder."""
 
     def __init__(self, layout: Layout) -> None:
@@ -61,15 +59,9 @@ class HubPublisher(Publisher):
             return None
         if found.finished is None:
             return None
-        with self._asking() as api, TemporaryDirectory() as folder:
-            commit, names = self._list(api)
-            manifest = self._fetch_manifest(api, commit, names, Path(folder))
-            text = read_limited(manifest, MAX_MANIFEST_BYTES) if manifest else b""
-        return found if bytes_digest(text) == found.finished else None
-
-    def clear_leftovers(self, *, finished: bool) -> None:
-        if finished:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        with self._asking() as api:
+            manifest = self._read_manifest(api, *self._list(api))
+        return found if bytes_digest(manifest) == found.finished else None
 
     def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         """Return a sink in the scratch folder, after making the repository and the branch."""
@@ -79,7 +71,7 @@ class HubPublisher(Publisher):
                 first = api.list_repo_commits(self._repo)[-1].commit_id  # without main's files
                 api.create_branch(self._repo, branch=self._branch, revision=first, exist_ok=True)
             api.auth_check(self._repo, write=True)
-        return super().make_sink(metadata)
+        return make_sink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
         """Upload the weights, add all files in one commit, and remove the folder."""
@@ -92,12 +84,11 @@ class HubPublisher(Publisher):
 
             place: dict[str, Any] = {"repo_id": self._repo, "revision": self._branch}
             head, old = self._replaceable(api, overwrite=output.overwrite)
-            weights = list(self.layout.files)
-            names = [*weights, *output.others, MANIFEST_NAME]
+            names = [*self.layout.files, *output.others, MANIFEST_NAME]
             adds = [CommitOperationAdd(name, self.folder / name) for name in names]
-            for name, add in zip(weights, adds, strict=False):
-                size = show_size((self.folder / name).stat().st_size)
-                output.sink.announce(f"uploading {name} ({size})")
+            for add in adds[: len(self.layout.files)]:
+                size = show_size(add.upload_info.size)
+                output.sink.announce(f"uploading {add.path_in_repo} ({size})")
                 api.preupload_lfs_files(additions=[add], **place)
             made = api.create_commit(
                 operations=[*adds, *map(CommitOperationDelete, sorted({*old} - {*names}))],
@@ -108,13 +99,7 @@ class HubPublisher(Publisher):
         output.commit = made.oid
         output.sink.announce(f"{self.layout.target} is commit {made.oid}")
         output.journal.release()
-        try:
-            shutil.rmtree(self.folder)
-        except OSError as error:
-            return [f"{self.folder}: cannot be removed: {error.strerror}"]
-        finally:
-            forget()
-        return []
+        return self.remove_folder()
 
     # ------------------------------------------------------------ what the hub has
 
@@ -134,12 +119,7 @@ class HubPublisher(Publisher):
         names = [name for name in names if name != HUBS_OWN]
         if names and not overwrite:
             raise ExistsError(self.layout.target)
-        with TemporaryDirectory() as folder:
-            manifest = self._fetch_manifest(api, commit, names, Path(folder))
-            try:
-                ours = {*read_sealed(manifest)["files"], MANIFEST_NAME} if manifest else set()
-            except (InputError, KeyError, TypeError):
-                ours = set[str]()
+        ours = written_names(self._read_manifest(api, commit, names), MANIFEST_NAME)
         if foreign := [name for name in names if name not in ours]:
             raise OutputError(
                 f"{self.layout.target}: contains {foreign[0]}, which was not made by dare, so it "
@@ -147,14 +127,13 @@ class HubPublisher(Publisher):
             )
         return commit, names
 
-    def _fetch_manifest(
-        self, api: HfApi, commit: str | None, names: Iterable[str], folder: Path
-    ) -> Path | None:
-        """Fetch the manifest of a commit into a folder; None if it has none."""
+    def _read_manifest(self, api: HfApi, commit: str | None, names: Iterable[str]) -> bytes:
+        """Return the manifest of a commit with these files; nothing if it has none."""
         if MANIFEST_NAME not in names:
-            return None
-        name = MANIFEST_NAME
-        return Path(api.hf_hub_download(self._repo, name, revision=commit, local_dir=folder))
+            return b""
+        with TemporaryDirectory() as folder:
+            api.hf_hub_download(self._repo, MANIFEST_NAME, revision=commit, local_dir=folder)
+            return read_limited(Path(folder, MANIFEST_NAME), MAX_MANIFEST_BYTES)
 
     # ------------------------------------------------------------ errors
 
@@ -202,8 +181,9 @@ def _explain(error: BaseException) -> str:
         return f"could not be sent to the hub: {reason}; when that is mended, {again}"
     status = error.response.status_code
     if status in (401, 403, 404):
-        right = "the right to write to this repository"
-        return f"the hub denies access ({status}); {LOG_IN}, with a token that has {right}"
+        return (
+            f"the hub denies access ({status}); {LOG_IN}, with a token that has the right to write"
+        )
     if status in (409, 412):
         return f"the repository changed meanwhile ({status}); {again}"
     if status == 429:

@@ -91,7 +91,7 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
         return found
     if not overwrite:
         raise ExistsError(layout.target)
-    ours = {*known, *_written_names(layout)}
+    ours = {*known, *written_names(objects.read_object(_place(layout, manifest)) or b"", manifest)}
     for name in (name for name in found if name not in ours):
         seen = objects.describe_object(_place(layout, name))
         if seen is not None and not seen.is_ours:
@@ -102,11 +102,10 @@ def _replaceable(layout: Layout, known: Collection[str], *, overwrite: bool) -> 
     return sorted(found, key=lambda name: name != manifest)
 
 
-def _written_names(layout: Layout) -> list[str]:
-    """Return the files that the manifest in the store lists, and the manifest itself."""
-    name = manifest_path(layout.target).name
+def written_names(manifest: bytes, name: str) -> list[str]:
+    """Return the files that a manifest lists, and itself by its name; none if it is not valid."""
     try:
-        document = json.loads(objects.read_object(_place(layout, name)) or b"")
+        document = json.loads(manifest)
         return [*document["files"], name] if SEAL in document else []
     except (ValueError, RecursionError, TypeError, KeyError):
         return []
@@ -358,7 +357,7 @@ class StorePublisher(Publisher):
         if finished:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def make_sink(self, metadata: Mapping[str, str]) -> StoreSink:
+    def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         return StoreSink(self.folder, self.layout, metadata)
 
     def publish(self, output: Output, manifest: bytes) -> list[str]:
@@ -373,6 +372,10 @@ class StorePublisher(Publisher):
         for other in output.others:  # the index is the last of them
             sink.upload(other)
         objects.upload(_place(self.layout, name), manifest)
+        return self.remove_folder()
+
+    def remove_folder(self) -> list[str]:
+        """Remove the scratch folder of an output that is in the store; return later problems."""
         try:
             shutil.rmtree(self.folder)
         except OSError as error:

@@ -159,10 +159,9 @@ class Work(Generic[R]):
 
 
 def publisher_of(layout: Layout) -> Publisher:
-    """Return the publisher of an output: on this machine, or in a store."""
-    if layout.is_on_hub:
-        return HubPublisher(layout)
-    return StorePublisher(layout) if layout.is_sent else Publisher(layout)
+    """Return the publisher of an output: on this machine, in a store, or on the hub."""
+    stored = HubPublisher if layout.is_on_hub else StorePublisher
+    return stored(layout) if layout.is_sent else Publisher(layout)
 
 
 def run(
