@@ -167,6 +167,8 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "branch":
             if (repo, revision) in hub.refs:
                 return self.answer(409, {})
+            if re.fullmatch("[0-9a-f]{40}", revision):
+                return self.answer(400, {"X-Error-Message": "a branch is not called like that"})
             hub.add(repo, hub.files(repo, json.loads(body).get("startingPoint", "main")), revision)
             return self.send_json(200, {})
         if hub.find(repo, revision) is None:
@@ -258,6 +260,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(401, {"X-Error-Code": "RepoNotFound"})
         if kind == "auth-check":
             return self.answer(200 if is_me and org == self.hub.writable else 403, {})
+        if kind == "refs":
+            names = [branch for known, branch in self.hub.refs if known == repo]
+            branches = [
+                {"name": n, "ref": n, "targetCommit": self.hub.refs[repo, n]} for n in names
+            ]
+            return self.send_json(200, {"branches": branches, "converts": [], "tags": []})
         if kind == "commits":
             some = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "title": "", "message": ""}
             commits = [{"id": each, **some} for each in self.hub.history[repo, revision]]

@@ -107,12 +107,16 @@ def test_the_card_is_one_that_the_hub_takes(there, tmp_path):
 def test_a_branch_has_nothing_of_the_main_one(there):
     dare.merge(recipe())
     main = there.files(REPO)
-    report = dare.merge(recipe(f"hf://{REPO}@v2", shard_size=None))
-    assert "model.safetensors" in there.files(REPO, "v2")
-    assert not {*WEIGHTS} & there.files(REPO, "v2").keys()
+    report = dare.merge(recipe(f"hf://{REPO}@try%2Ftwo", shard_size=None))
+    files = there.files(REPO, "try/two")
+    assert "model.safetensors" in files
+    assert not {*WEIGHTS} & files.keys()
     assert there.files(REPO) == main
-    assert there.refs[REPO, "v2"] == report.commit
-    assert b"# merged\n" in there.files(REPO, "v2")["README.md"]
+    assert there.refs[REPO, "try/two"] == report.commit
+    assert b"# merged\n" in files["README.md"]
+    with pytest.raises(OutputError):  # a commit is no branch, which is noticed before the merge
+        dare.merge(recipe(f"hf://{REPO}@{report.commit}"), overwrite=True)
+    assert not default_scratch().exists() or listing(default_scratch()) == []
 
 
 def test_a_plan_asks_nobody_and_says_where_it_is_made(there):
@@ -213,9 +217,9 @@ def test_a_commit_that_came_in_between_is_not_overwritten(there, monkeypatch):
     ("start", "status", "said"),
     [
         ("/api/repos", 401, "hf auth login"),
-        ("/api/repos", 403, "right to write"),
-        ("/api/models/me/merged/auth-check", 403, "right to write"),
-        ("/api/models/me/merged/preupload", 403, "right to write"),
+        ("/api/repos", 403, "may write"),
+        ("/api/models/me/merged/auth-check", 403, "may write"),
+        ("/api/models/me/merged/preupload", 403, "may write"),
         ("/api/models/me/merged/commit/", 409, "409"),
         ("/api/models/me/merged/commit/", 500, "500"),
         ("/me/merged.git", 429, "429"),

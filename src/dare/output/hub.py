@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from dare.documents.words import show_size
 from dare.errors import DareError, ExistsError, OutputError, install_command
 from dare.inputs.hub import LOG_IN, guarded
-from dare.output.journal import JournalContent
 from dare.output.output import Output
 from dare.output.sink import FileSink, make_sink
 from dare.output.store import StorePublisher, noted, written_names
@@ -52,24 +51,17 @@ class HubPublisher(StorePublisher):
         with self._asking() as api:
             self._replaceable(api, overwrite=overwrite)
 
-    def finished_before(self) -> JournalContent | None:
-        try:
-            found = noted(self.layout)
-        except OutputError:
-            return None
-        if found.finished is None:
-            return None
+    def read_manifest(self) -> bytes:
         with self._asking() as api:
-            manifest = self._read_manifest(api, *self._list(api))
-        return found if bytes_digest(manifest) == found.finished else None
+            return self._read_manifest(api, *self._list(api))
 
     def make_sink(self, metadata: Mapping[str, str]) -> FileSink:
         """Return a sink in the scratch folder, after making the repository and the branch."""
         with self._asking() as api:
             api.create_repo(self._repo, private=True, exist_ok=True)
-            if self._branch != "main" and self._list(api)[0] is None:
+            if self._branch not in (ref.name for ref in api.list_repo_refs(self._repo).branches):
                 first = api.list_repo_commits(self._repo)[-1].commit_id  # without main's files
-                api.create_branch(self._repo, branch=self._branch, revision=first, exist_ok=True)
+                api.create_branch(self._repo, branch=self._branch, revision=first)
             api.auth_check(self._repo, write=True)
         return make_sink(self.folder, self.layout, metadata)
 
@@ -181,9 +173,7 @@ def _explain(error: BaseException) -> str:
         return f"could not be sent to the hub: {reason}; when that is mended, {again}"
     status = error.response.status_code
     if status in (401, 403, 404):
-        return (
-            f"the hub denies access ({status}); {LOG_IN}, with a token that has the right to write"
-        )
+        return f"the hub denies access ({status}); {LOG_IN}, with a token that may write there"
     if status in (409, 412):
         return f"the repository changed meanwhile ({status}); {again}"
     if status == 429:

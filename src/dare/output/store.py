@@ -350,8 +350,12 @@ class StorePublisher(Publisher):
             return None
         if found.finished is None:
             return None
-        manifest = objects.read_object(_place(self.layout, manifest_path(self.layout.target).name))
-        return found if bytes_digest(manifest or b"") == found.finished else None
+        return found if bytes_digest(self.read_manifest()) == found.finished else None
+
+    def read_manifest(self) -> bytes:
+        """Return the manifest that the store has in the output's place; nothing if it has none."""
+        name = manifest_path(self.layout.target).name
+        return objects.read_object(_place(self.layout, name)) or b""
 
     def clear_leftovers(self, *, finished: bool) -> None:
         if finished:

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -135,13 +136,11 @@ class Layout:
 
 def _check_repository(target: Path) -> None:
     """Refuse an address on the hub that is not that of a whole repository."""
-    forms = "write hf://user/name, or hf://user/name@branch"
-    try:
-        is_whole = not parse_address(str(target)).inside
-    except InputError:
-        raise OutputError(f"{target}: is not the address of a repository; {forms}") from None
-    if not is_whole or not is_directory_target(target):
-        raise OutputError(f"{target}: an output on the hub is a whole repository; {forms}")
+    with suppress(InputError):
+        if not parse_address(str(target)).inside and is_directory_target(target):
+            return
+    what = "an output on the hub is a whole repository"
+    raise OutputError(f"{target}: {what}; write hf://user/name, or hf://user/name@branch")
 
 
 def is_directory_target(target: Path) -> bool:
