@@ -295,8 +295,10 @@ def card_fields(folders: Sequence[Path | None]) -> tuple[dict[str, Any], list[No
     ranks = {name: rank for rank, name in enumerate(PERMISSIVE)}
     ordered = sorted(licences, key=lambda key: ranks.get(key[0], len(ranks)))
     fields = {key: value for key, value in cards[0].items() if key not in LICENCE}
-    if len(ordered) > 1 and ordered[-2][0] not in ranks:
-        return fields, [notice("licences", licences=", ".join(key[0] for key in ordered))]
+    names = [key[0] for key in ordered]
+    clash = "apache-2.0" in names and any(name.startswith("gpl-2.0") for name in names)
+    if clash or (len(ordered) > 1 and names[-2] not in ranks):
+        return fields, [notice("licences", licences=", ".join(names))]
     return (licences[ordered[-1]] if ordered else {}) | fields, []
 
 
