@@ -179,7 +179,7 @@ def test_the_text_does_not_depend_on_place_or_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("licences", "expected"),
     [
-        (["apache-2.0", "gpl-2.0"], None),
+        (["apache-2.0", "gpl-2.0"], "none"),
         (["mit", "gpl-2.0"], "gpl-2.0"),
         ([None, None, None], None),
         (["mit", None, "MIT"], "mit"),
