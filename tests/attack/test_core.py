@@ -64,7 +64,8 @@ def test_a_planted_fault_is_found(driver: Path, fault: str, said: str) -> None:
 
 
 def test_every_entry_is_attacked(driver: Path) -> None:
-    entries = {name for file in CORE.glob("*.h") for name in ENTRY.findall(file.read_text())}
+    headers = set(CORE.glob("*.h")) - {CORE / "gpu.h"}  # which is no part of the library
+    entries = {name for file in headers for name in ENTRY.findall(file.read_text())}
     assert entries == set(run(driver).stdout.split())
 
 

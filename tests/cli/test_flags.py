@@ -117,6 +117,8 @@ GIVEN = {
     "on_mismatch": (["--on-mismatch", "base"], "base"),
     "on_integer_mismatch": (["--on-integer-mismatch", "base"], "base"),
     "threads": (["--threads", "3"], 3),
+    "device": (["--device", "cuda:1"], "cuda:1"),
+    "max_gpu_memory": (["--max-gpu-memory", "4GiB"], 4 << 30),
     "max_memory": (["--max-memory", "512MiB"], 512 << 20),
     "shard_size": (["--shard-size", "5GB"], 5 * 10**9),
     "scratch": (["--scratch", "scratch"], Path("scratch")),

@@ -144,11 +144,11 @@ def unknown_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unknown_machine")
 def test_where_there_is_no_library_the_reference_serves_and_says_so() -> None:
     assert kernels.load("cpu") is reference
-    (said,) = kernels.backend_notices("cpu")
+    (said,) = kernels.device_notices("cpu")
     assert (said.code, said.severity) == ("no_library", "warning")
-    assert not list(kernels.backend_notices("reference"))
+    assert not list(kernels.device_notices("reference"))
 
 
 def test_where_there_is_a_library_nothing_is_said() -> None:
     assert kernels.load("cpu") is not reference
-    assert not list(kernels.backend_notices("cpu"))
+    assert not list(kernels.device_notices("cpu"))

@@ -154,9 +154,11 @@ class ArrayBackend(Backend):
         chunks = plan.cost.chunks_at_once
         self.batch_elements = CHUNK * chunks
         span = self.batch_elements * plan.cost.widest
-        room = getattr(self._kernels, "pinned", aligned_bytes)  # which a GPU is sent faster
-        self.inputs = room((1 + len(plan.models)) * span).reshape(-1, span)
-        self.output = room(span + ALIGNMENT)
+        pinned = getattr(self._kernels, "pinned", None)  # for memory that a GPU reaches by itself
+        rows = 1 + len(plan.models)
+        inputs = pinned(rows * span) if pinned else np.empty(rows * span, np.uint8)
+        self.inputs = inputs.reshape(rows, span)
+        self.output = (pinned or aligned_bytes)(span + ALIGNMENT)
         # Chunks that can be merged as one, because no stage asks for values.
         self._together = chunks if plan.cost.is_fused else 1
         self._scratch = Scratch(CHUNK * self._together)
