@@ -139,4 +139,6 @@ def test_the_limit_for_gpus_holds(models, monkeypatch):
 
 def test_the_earlier_name_of_the_option_is_known(models):
     assert RunOptions(backend="reference").device == "reference"
+    with pytest.raises(RecipeError, match="backend and device: mean the same"):
+        dare.plan(**recipe(models, None, "linear", backend="cpu", device="cuda"))
     assert dare.plan(**recipe(models, None, "linear", backend="reference")).device == "reference"

@@ -177,6 +177,9 @@ def find_files(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, s
         names[ours] = f"[models] {name}" if is_table else name
         if named.get(name) is not None:
             files[ours] = named[name]
+    for old, new in NEW_NAMES.items():
+        if {old, new} <= document.keys():
+            raise RecipeError(f"{old} and {new}: mean the same; leave {old} out")
     rest = {NEW_NAMES.get(key, key): v for key, v in document.items() if key not in OUR_NAMES}
     return files | rest, names
 
