@@ -24,7 +24,14 @@ FLAGS = (  # a large frame would have to ask Windows for its pages
     *("-O3", "-std=c11", "-ffp-contract=off", "-fno-stack-protector", "-Wframe-larger-than=4000"),
     *("-ffreestanding", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"),
 )
-GPU_HEADERS = ("types.h", "lane.h", "elements.h", "gpu.h")  # compiled where there is a GPU
+GPU_HEADERS = (
+    "types.h",
+    "lane.h",
+    "elements.h",
+    "digests.h",
+    "gpu.h",
+    "gpu_digests.h",
+)  # compiled where there is a GPU
 SYSTEMS = {  # the library's name, and how it is linked
     "linux": ("libdare.so", "-Wl,-z,defs"),
     "macos": ("libdare.dylib", "-Wl,-install_name,@rpath/libdare.dylib"),

@@ -103,7 +103,7 @@ def kernels(_folder: Path, _parameters: int) -> None:
     for name, how in METHODS.items():
         started = time.perf_counter()
         job = job_of(size, **how)
-        kernel = cuda._kernel(cuda.Shape.of(job), 0)
+        kernel = cuda.kernel("merge_parts", 0, cuda.Shape.of(job))
         compiled = time.perf_counter() - started
         worker = cuda._Worker(0)
         addresses = [[row.data_ptr() for row in weights]]

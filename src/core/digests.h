@@ -52,6 +52,13 @@ static Hash begin_hash(const u8 *data, i64 size) {
   return hash;
 }
 
+INLINE u64 scrambled(u64 sum, int lane) {
+  return (sum ^ sum >> 47 ^ SECRET[SCRAMBLE / 8 + lane]) * 0x9E3779B1;
+}
+
+// The blocks of a piece after which its sums are scrambled: all but the last one.
+INLINE i64 mixed_blocks(i64 size) { return (size - 1) / BLOCK; }
+
 // Digest whole blocks up to an end, but for the piece's last one.
 WIDE static void advance_hash(Hash *hash, i64 end) {
   u64 sums[8];
@@ -59,9 +66,7 @@ WIDE static void advance_hash(Hash *hash, i64 end) {
   __builtin_memcpy(sums, hash->sums, sizeof(sums));
   for (; done + BLOCK <= end && done + BLOCK < hash->piece.size; done += BLOCK) {
     add_stripes(sums, hash->piece.data + done, (const u8 *)SECRET, STRIPES);
-    for (int i = 0; i < 8; i++) {
-      sums[i] = (sums[i] ^ sums[i] >> 47 ^ SECRET[SCRAMBLE / 8 + i]) * 0x9E3779B1;
-    }
+    for (int i = 0; i < 8; i++) sums[i] = scrambled(sums[i], i);
   }
   __builtin_memcpy(hash->sums, sums, sizeof(sums));
   hash->done = done;

@@ -168,3 +168,27 @@ def test_without_the_extra_the_remedy_is_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(RecipeError, match=r"pip install .*gpu"):
         check_is_there("cuda")
+
+
+@pytest.mark.parametrize("kinds", ["bf16", "f32", "f64", "fp8"])
+def test_results_stay_on_a_gpu_and_are_digested_there(kinds):
+    """Pieces of whole and of broken blocks, and those that the processor digests, or has made."""
+    sizes = (2 * CHUNK + 512, 513, 1024, 2 * CHUNK + 30, 33, 700)
+    jobs = [job_of(KINDS[kinds], size, seed=size) for size in sizes]
+    jobs.append(job_of(KINDS[kinds], 400, models=MOST_ON_GPU + 1))
+    expected = core.merge(jobs, THRESHOLD)
+    wanted = [job.out.copy() for job in jobs]
+    kernels = cuda.Kernels(last_gpu())
+    rooms = [kernels._worker.allocate(job.out.nbytes + 4) for job in jobs]
+    odd = [4 * (size == 700) for size in (*sizes, 0)]
+    places = [int(room.handle) + apart for room, apart in zip(rooms, odd, strict=True)]
+    found = kernels.merge(
+        [job._replace(place=place) for job, place in zip(jobs, places, strict=True)], THRESHOLD
+    )
+    for place, out, ours, theirs in zip(places, wanted, found, expected, strict=True):
+        made = np.empty_like(out)
+        kernels._worker.copy(made.ctypes.data, place, made.nbytes)
+        kernels._worker.stream.sync()
+        assert_array_equal(made, out)
+        assert ours.digests == theirs.digests
+        assert figures_of(ours) == figures_of(theirs)

@@ -42,17 +42,18 @@ class Device:
     most_threads: int | None = None  # more of them only wait for each other
 
     def buffer_bytes(
-        self, chunks: int, models: int, *, width: int, is_fused: bool, held: int, has_deltas: bool
+        self, chunks: int, inputs: int, *, width: int, is_fused: bool, held: int, has_deltas: bool
     ) -> int:
-        """Return the bytes of one worker's buffers; an element has `width` bytes, as it is stored.
+        """Return the bytes of one worker's buffers, for so many inputs that are read.
 
+        An element has `width` bytes, as it is stored.
         What is fused needs no values of single models, anything else those of some `held` at once.
         """
         floats, lanes = 2, 2  # base and merged delta; a mask and one that keeps everything
         if not is_fused:  # values, a stage's own arrays, zeros; what is left, a stage's own flags
             floats += held + STAGE_FLOATS + 1 + has_deltas
             lanes += 2 * held
-        stored, computed = (2 + models) * width, 4 * floats + lanes
+        stored, computed = (1 + inputs) * width, 4 * floats + lanes
         together = chunks if is_fused else 1
         return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
 
@@ -60,7 +61,7 @@ class Device:
 DEVICES = {
     "cpu": Device("core"),
     "reference": Device("reference"),
-    "cuda": Device("cuda", chunks_at_once=16, chunks_held=80, is_gpu=True, most_threads=4),
+    "cuda": Device("cuda", chunks_at_once=64, chunks_held=80, is_gpu=True, most_threads=4),
     "auto": Device("core"),  # a GPU serves where models are held in memory
 }
 
@@ -95,6 +96,7 @@ class ChunkJob(NamedTuple):
     scale: np.float32
     out: NDArray[Any]
     known: Sequence[bool]  # of base and models: whether their digests are not wanted
+    place: int | None = None  # the address on the GPU that the result goes to, rather than to `out`
 
 
 class Done(NamedTuple):

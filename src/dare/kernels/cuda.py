@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
@@ -25,12 +26,15 @@ from numpy.typing import NDArray
 from dare.errors import DareError, RecipeError, install_command
 from dare.kernels import MOST_ON_GPU, ChunkJob, Done, core
 from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
-from dare.tensors.chunks import CHUNK, chunk_count
+from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
 Bytes = NDArray[np.uint8]
 
-HEADERS = ("types.h", "lane.h", "elements.h", "gpu.h")  # as hatch_build.py packs them
+# Headers as hatch_build.py packs them.
+OF_MERGES = ("types.h", "lane.h", "elements.h", "gpu.h")
+OF_DIGESTS = ("types.h", "lane.h", "digests.h", "gpu_digests.h")
 THREADS, BLOCK_SIZE = 256, 32768  # as in gpu.h
+HASH_BLOCK, HASH_LANES, WARP = 1024, 8, 32  # as in digests.h and gpu_digests.h
 ALIGNMENT = 256
 KIND_NAMES = {0: "F64", 1: "F32", 2: "F16", 3: "BF16", 4: "F8_E4M3", 5: "F8_E5M2"}
 PART = np.dtype(
@@ -105,13 +109,42 @@ class Tables:
         return list(zip(every, peaks, strict=True))
 
 
+class Pieces:
+    """The chunks of results that stay on a GPU, whose digests it computes."""
+
+    def __init__(self, jobs: Iterable[ChunkJob]) -> None:
+        """Count what the tables take."""
+        found = [
+            (job.place + CHUNK * job.out.itemsize * chunk, count * job.out.itemsize)
+            for job in jobs
+            if job.place is not None
+            for chunk, (_, count) in enumerate(chunk_spans(job.out.size))
+        ]
+        self.spans = np.array(found, np.int64).reshape(-1, 2)
+        self.count = len(found)
+        self.blocks = int(self.spans[:, 1].max(initial=1) - 1) // HASH_BLOCK  # of each, at most
+        self.nbytes = 2 * self.spans.nbytes  # and the digests
+        self.sums_bytes = 8 * HASH_LANES * self.blocks * self.count
+
+    def read(self, memory: Bytes) -> Iterator[str]:
+        """Yield the digests, from tables that kernels have filled."""
+        for high, low in memory[self.spans.nbytes : self.nbytes].view(np.uint64).reshape(-1, 2):
+            yield f"{high:016x}{low:016x}"
+
+
+def can_stay(job: ChunkJob) -> bool:
+    """Tell if a result has a place on a GPU where it can be digested too."""
+    last = job.out[-1 - (job.out.size - 1) % CHUNK :]
+    return job.place is not None and job.place % 8 == 0 and last.nbytes > core.SHORT_BYTES
+
+
 @cache
-def source() -> str:
-    """Return the source of the kernels: the headers one after the other."""
+def source(headers: tuple[str, ...] = OF_MERGES) -> str:
+    """Return the source of kernels: the headers one after the other."""
     here, checkout = Path(__file__).with_name("gpu"), core.CHECKOUT / "src" / "core"
     folder = here if here.is_dir() else checkout
     lines = itertools.chain.from_iterable(
-        (folder / name).read_text(encoding="utf-8").splitlines() for name in HEADERS
+        (folder / name).read_text(encoding="utf-8").splitlines() for name in headers
     )
     return "\n".join(line for line in lines if not line.startswith('#include "')) + "\n"
 
@@ -152,14 +185,19 @@ _compiling = threading.Lock()
 _opened = itertools.count()  # workers, which share the GPUs
 
 
-def _kernel(shape: Shape, number: int) -> Any:
+def kernel(name: str, number: int, shape: Shape | None = None) -> Any:
     """Return a kernel for a GPU, compiled once by whichever thread asks first."""
     with _compiling:
-        return _compiled(shape, number)
+        return _loaded(name, number, shape)
 
 
 @cache
-def _compiled(shape: Shape, number: int) -> Any:
+def _loaded(name: str, number: int, shape: Shape | None) -> Any:
+    return _compiled(number, shape).get_kernel(name)
+
+
+@cache
+def _compiled(number: int, shape: Shape | None) -> Any:
     from cuda.core import Device, Program, ProgramOptions
     from cuda.core.utils import FileStreamProgramCache
 
@@ -172,11 +210,11 @@ def _compiled(shape: Shape, number: int) -> Any:
         prec_sqrt=True,
         device_as_default_execution_space=True,
         disable_warnings=True,
-        define_macro=shape.macros,
+        define_macro=shape.macros if shape else [],
     )
+    program = Program(source(OF_MERGES if shape else OF_DIGESTS), "c++", options=options)
     with FileStreamProgramCache() as kept:
-        compiled = Program(source(), "c++", options=options).compile("cubin", cache=kept)
-    return compiled.get_kernel("merge_parts")
+        return program.compile("cubin", cache=kept)
 
 
 # ---------------------------------------------------------------- memory of a GPU
@@ -219,6 +257,7 @@ class _Worker:
         self.number = number
         self._device = Device(number)
         self._device.set_current()
+        self._device.sync()  # others may still use the memory that results go to
         self.stream = self._device.create_stream()
         self._rooms: list[Any] = []  # one at most
         finalize(self, _close, self._rooms)
@@ -315,6 +354,17 @@ class Kernels:
         with _errors_named(self._name, "lower max_memory, or merge with device = cpu"):
             return self._worker.pinned(nbytes)
 
+    @property
+    def number(self) -> int:
+        """The number of the GPU."""
+        return self._worker.number
+
+    def send(self, raw: NDArray[Any], place: int) -> None:
+        """Copy elements to a place on the GPU."""
+        with _errors_named(self._name, NO_ROOM):
+            self._worker.copy(place, _address(raw), raw.nbytes)
+            self._worker.stream.sync()
+
     def merge(self, jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
         """Merge what has elements and a few models on the GPU, and the rest here."""
         groups: dict[Shape | None, list[int]] = {}
@@ -323,37 +373,49 @@ class Kernels:
             groups.setdefault(Shape.of(job) if fits else None, []).append(number)
         done: dict[int, Done] = {}
         for shape, numbers in groups.items():
-            some = [jobs[number] for number in numbers]
+            asked = [jobs[number] for number in numbers]
             if shape is None:
+                some = [job._replace(place=None) for job in asked]
                 made = core.merge(some, threshold_bits)
             else:
+                some = [job if can_stay(job) else job._replace(place=None) for job in asked]
                 with _errors_named(self._name, NO_ROOM):
                     made = self._merge_alike(shape, some, int(threshold_bits))
+            for job, merged in zip(asked, some, strict=True):
+                if job.place is not None and merged.place is None:
+                    self.send(job.out, job.place)
             done |= zip(numbers, made, strict=True)
         return [done[number] for number in range(len(jobs))]
 
     def _merge_alike(self, shape: Shape, jobs: Sequence[ChunkJob], threshold: int) -> list[Done]:
-        """Merge jobs of one shape; digests are computed here while the GPU works."""
+        """Merge jobs of one shape; digests are computed where inputs and results are.
+
+        The inputs' are computed here while the GPU works.
+        """
         worker, room = self._worker, _GpuRoom()
         inputs = [
             [room.add(raw, worker.number) for raw in (job.base, *(o.tuned for o in job.operands))]
             for job in jobs
         ]
-        tables = Tables(jobs)
+        tables, pieces = Tables(jobs), Pieces(jobs)
+        sums_at = room.take(pieces.sums_bytes)
         results_at = room.take(tables.nbytes)  # from here on it is sent back
-        outs = [room.take(job.out.nbytes) for job in jobs]
+        pieces_at = room.take(pieces.nbytes)
+        outs = [room.take(job.out.nbytes if job.place is None else 0) for job in jobs]
         start = worker.room(room.size)
         addresses = [
-            [*(each.address(start) for each in own), start + out]
-            for own, out in zip(inputs, outs, strict=True)
+            [*(each.address(start) for each in own), job.place or start + out]
+            for own, out, job in zip(inputs, outs, jobs, strict=True)
         ]
         filled = tables.fill(addresses, start + results_at)
         for each in itertools.chain.from_iterable(inputs):
             if each.resident is None:
                 worker.copy(each.address(start), _address(each.raw), each.raw.nbytes)
         worker.copy(start + results_at, _address(filled), filled.nbytes)
-        kernel = _kernel(shape, worker.number)
-        worker.launch(kernel, tables.blocks, start + results_at, len(jobs), threshold, CHUNK)
+        asked = kernel("merge_parts", worker.number, shape)
+        worker.launch(asked, tables.blocks, start + results_at, len(jobs), threshold, CHUNK)
+        if pieces.count:
+            self._digest(pieces, start + pieces_at, start + sums_at)
         results = self._receive(start + results_at, room.size - results_at)
         wanted = [
             each.raw[:0] if is_known else each.raw
@@ -362,15 +424,29 @@ class Kernels:
         ]
         of_inputs = iter(core.digests(wanted))
         worker.stream.sync()
+        of_pieces = pieces.read(results[pieces_at - results_at :])
         for job, out in zip(jobs, outs, strict=True):
-            job.out.view(np.uint8)[:] = results[out - results_at :][: job.out.nbytes]
-        of_outputs = core.digests([job.out for job in jobs])
-        return [
-            Done(figures, peak, [*itertools.islice(of_inputs, len(own)), of_output])
-            for (figures, peak), own, of_output in zip(
-                tables.read(results), inputs, of_outputs, strict=True
-            )
-        ]
+            if job.place is None:
+                job.out.view(np.uint8)[:] = results[out - results_at :][: job.out.nbytes]
+        of_outputs = iter(core.digests([job.out for job in jobs if job.place is None]))
+        done: list[Done] = []
+        for job, own, (figures, peak) in zip(jobs, inputs, tables.read(results), strict=True):
+            chunks = chunk_count(job.out.size)
+            made = next(of_outputs) if job.place is None else list(islice(of_pieces, chunks))
+            done.append(Done(figures, peak, [*islice(of_inputs, len(own)), made]))
+        return done
+
+    def _digest(self, pieces: Pieces, at: int, sums: int) -> None:
+        """Have pieces digested; `at` is the place of their tables."""
+        worker, tables = self._worker, (pieces.count, pieces.blocks, sums)
+        worker.copy(at, _address(pieces.spans), pieces.spans.nbytes)
+        for name, threads, *digests in (
+            ("sum_blocks", WARP * pieces.blocks * pieces.count),
+            ("digest_sums", HASH_LANES * pieces.count, at + pieces.spans.nbytes),
+        ):
+            if threads:
+                asked = kernel(name, worker.number)
+                worker.launch(asked, -(-threads // THREADS), at, *tables, *digests)
 
     def _receive(self, start: int, nbytes: int) -> Bytes:
         """Have bytes of the GPU sent; they are there when its stream is done."""

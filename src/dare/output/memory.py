@@ -252,6 +252,14 @@ class MemorySink(Sink):
         size = home.kind.itemsize
         return home.memory.read(offset // size, nbytes // size).view(np.uint8)
 
+    def place_on_gpu(self, name: str, offset: int) -> tuple[int, int] | None:
+        home = self._homes.get(name)
+        if home is None or home.kind != home.merged or not isinstance(home.memory, OnDevice):
+            return None
+        tensor = home.memory.tensor
+        is_gpu = tensor.device.type == "cuda"
+        return (tensor.device.index, tensor.data_ptr() + offset) if is_gpu else None
+
     def write(self, name: str, offset: int, data: Bytes) -> None:
         if (home := self._homes.get(name)) is not None:
             home.put(offset // home.merged.itemsize, data.view(home.merged.carrier))

@@ -48,6 +48,10 @@ class Sink:
         """Return the memory in which a tensor's bytes can be made; None if they must be written."""
         return None
 
+    def place_on_gpu(self, name: str, offset: int) -> tuple[int, int] | None:  # noqa: ARG002
+        """Return the GPU, and the address there, that a tensor's bytes go to from `offset` on."""
+        return None
+
     def position(self, name: str, offset: int) -> int:  # noqa: ARG002
         """Return the position of a tensor's byte in its file, to align data the same way."""
         return 0

@@ -108,7 +108,7 @@ class Cost:
         half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
         chunks = self._device.chunks_at_once
         while chunks > 1 and (
-            chunks * (2 + len(self.plan.models)) > self._device.chunks_held
+            chunks * (1 + self._inputs_read) > self._device.chunks_held
             or self._wanted_threads * self._workspace_for(chunks) > half
             or other + self._workspace_for(chunks) > self.max_memory
             or self._wanted_threads * self._gpu_bytes_for(chunks) > self._max_gpu_memory
@@ -127,8 +127,13 @@ class Cost:
 
     def _gpu_bytes_for(self, chunks: int) -> int:
         """Return what a thread sends to a GPU and what it gets back: nothing without one."""
-        elements = CHUNK * chunks * (2 + len(self.plan.models)) if self._device.is_gpu else 0
+        elements = CHUNK * chunks * (1 + self._inputs_read) if self._device.is_gpu else 0
         return elements * self.widest
+
+    @property
+    def _inputs_read(self) -> int:
+        """The number of inputs that are read into buffers."""
+        return 0 if self.plan.is_held else 1 + len(self.plan.models)
 
     @property
     def gpu_bytes(self) -> int:
@@ -143,7 +148,7 @@ class Cost:
     def _workspace_for(self, chunks_at_once: int) -> int:
         buffers = self._device.buffer_bytes(
             chunks_at_once,
-            len(self.plan.models),
+            self._inputs_read,
             width=self.widest,
             is_fused=self.is_fused,
             held=self._models_held,

@@ -527,8 +527,19 @@ class PlanData:
         )
 
     def chunks_together(self, tensor: TensorPlan) -> int:
-        """Return how many chunks of a tensor are made and recorded together."""
-        return 1 if self.recoding is None else self.recoding.chunks_together(tensor.described)
+        """Return how many chunks of a tensor are made together, by one step."""
+        if self.recoding is not None:
+            return self.recoding.chunks_together(tensor.described)
+        return self.cost.chunks_at_once if self.is_held else 1
+
+    @cached_property
+    def is_held(self) -> bool:
+        """True if all elements of the inputs are in memory, so that nothing is read."""
+        return all(
+            self.base_of(tensor).held(tensor.name)
+            and all(self.source_of(tensor, model).held(tensor.name) for model in tensor.models)
+            for tensor in self.tensors
+        )
 
     @cached_property
     def has_deltas(self) -> bool:

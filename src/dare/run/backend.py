@@ -84,6 +84,18 @@ ReadChunks = Callable[[], Iterator[Chunk]]
 ReadSample = Callable[[], Chunk | None]
 
 
+class Room(NamedTuple):
+    """Where the result of a chunk is made: at an address on the GPU if given, else in memory."""
+
+    raw: Bytes
+    on_gpu: int | None = None
+
+    def part(self, first: int, nbytes: int) -> Room:
+        """Return the room of some bytes."""
+        place = None if self.on_gpu is None else self.on_gpu + first
+        return Room(self.raw[first : first + nbytes], place)
+
+
 class Place(NamedTuple):
     """A surveying stage's place in a chain, the findings of those before it, and its census."""
 
@@ -98,9 +110,10 @@ class Backend(ABC):
     batch_elements: int  # elements of each input that a batch may have
     inputs: Bytes  # a row for the base and one for each model, which a batch is read into
     output: Bytes  # room for the result of a batch
+    gpu: int | None  # the number of the GPU that has the rooms on a GPU
 
     @abstractmethod
-    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Record]:
+    def merge(self, batch: Sequence[tuple[Chunk, Room]]) -> list[Record]:
         """Merge chunks, or copy those that are not merged; store the result of each in its room."""
 
     @abstractmethod
@@ -154,10 +167,11 @@ class ArrayBackend(Backend):
         chunks = plan.cost.chunks_at_once
         self.batch_elements = CHUNK * chunks
         span = self.batch_elements * plan.cost.widest
+        self.gpu = getattr(self._kernels, "number", None)
         pinned = getattr(self._kernels, "pinned", None)  # for memory that a GPU reaches by itself
-        rows = 1 + len(plan.models)
-        inputs = pinned(rows * span) if pinned else np.empty(rows * span, np.uint8)
-        self.inputs = inputs.reshape(rows, span)
+        rows, read = 1 + len(plan.models), 0 if plan.is_held else span
+        inputs = pinned(rows * read) if pinned else np.empty(rows * read, np.uint8)
+        self.inputs = inputs.reshape(rows, read)
         self.output = (pinned or aligned_bytes)(span + ALIGNMENT)
         # Chunks that can be merged as one, because no stage asks for values.
         self._together = chunks if plan.cost.is_fused else 1
@@ -167,7 +181,7 @@ class ArrayBackend(Backend):
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
-    def merge(self, batch: Sequence[tuple[Chunk, Bytes]]) -> list[Record]:
+    def merge(self, batch: Sequence[tuple[Chunk, Room]]) -> list[Record]:
         parts = [part for chunk, room in batch for part in self._parts(chunk, room)]
         prepared = [self._prepare(part, into) for part, into in parts]
         jobs = [each.job for each in prepared if isinstance(each, Noted)]
@@ -177,18 +191,18 @@ class ArrayBackend(Backend):
             made += self._finish(part, into, each, next(done)) if isinstance(each, Noted) else each
         return made
 
-    def _parts(self, chunk: Chunk, room: Bytes) -> Iterator[tuple[Chunk, Bytes]]:
+    def _parts(self, chunk: Chunk, room: Room) -> Iterator[tuple[Chunk, Room]]:
         """Yield what can be merged as one, with its place."""
         width = chunk.tensor.dtype.itemsize
         for part in chunk.split(self._together):
             first = (part.start - chunk.start) * width
-            yield part, room[first : first + part.size * width]
+            yield part, room.part(first, part.size * width)
 
-    def _prepare(self, chunk: Chunk, into: Bytes) -> Noted | list[Record]:
+    def _prepare(self, chunk: Chunk, into: Room) -> Noted | list[Record]:
         """Take chunks through all stages: what is only noted down is left to be done."""
         tensor = chunk.tensor
         if not tensor.is_merged:
-            return self._made(chunk, into, self._convert(chunk, into))
+            return self._made(chunk, into, self._convert(chunk, into.raw))
         deltas = self._deltas(chunk)
         if tensor.refine_stages:
             merged = chunk_of_summary(deltas)
@@ -197,20 +211,20 @@ class ArrayBackend(Backend):
         sole = self._plan.sole_model(tensor)
         if sole is None and isinstance(merged, Note) and not merged.is_array:
             scale, known = np.float32(self._plan.recipe.scale), [bool(each) for each in chunk.known]
-            out = into.view(tensor.dtype.carrier)
-            how = merged.operands, chunk.start, merged.elects, scale, out, known
+            out = into.raw.view(tensor.dtype.carrier)
+            how = merged.operands, chunk.start, merged.elects, scale, out, known, into.on_gpu
             return Noted(deltas, merged, ChunkJob(chunk.base, *how))
         base, merged = chunk.base, np.asarray(merged)
         if sole is not None:  # the stages were run for their figures
             merged.fill(0)
             base = chunk.tuned[sole]
-        return self._made(chunk, into, self._store(deltas, base, merged, tensor.dtype, into))
+        return self._made(chunk, into, self._store(deltas, base, merged, tensor.dtype, into.raw))
 
-    def _finish(self, chunk: Chunk, into: Bytes, noted: Noted, done: Done) -> list[Record]:
+    def _finish(self, chunk: Chunk, into: Room, noted: Noted, done: Done) -> list[Record]:
         """Take in what was done; do it once more, step by step, where something is not finite."""
         dtype = chunk.tensor.dtype
         if done.figures[..., 0].max() > INFINITY or done.peak >= dtype.overflow_bits:
-            found = self._store(noted.deltas, chunk.base, noted.note.array, dtype, into)
+            found = self._store(noted.deltas, chunk.base, noted.note.array, dtype, into.raw)
             return self._made(chunk, into, found)
         noted.deltas.measured(done.figures)
         found = self._figures(noted.deltas, [(0, 0)] * chunk_count(chunk.size))
@@ -218,9 +232,11 @@ class ArrayBackend(Backend):
         inputs = [list(known) or digests for known, digests in pairs]
         return _records_of(chunk, inputs, done.digests[-1], found)
 
-    def _made(self, chunk: Chunk, into: Bytes, figures: list[Figures]) -> list[Record]:
-        """Hash what was read and made, while it is in the cache."""
-        raws = [*chunk.inputs, into.view(chunk.tensor.dtype.carrier)]
+    def _made(self, chunk: Chunk, into: Room, figures: list[Figures]) -> list[Record]:
+        """Hash what was read and made here, while it is in the cache."""
+        if into.on_gpu is not None:
+            self._kernels.send(into.raw, into.on_gpu)
+        raws = [*chunk.inputs, into.raw.view(chunk.tensor.dtype.carrier)]
         *inputs, output = self.digests(raws, [*chunk.known, ()])
         return _records_of(chunk, inputs, output, figures)
 

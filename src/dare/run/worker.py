@@ -36,7 +36,7 @@ from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend, Bytes, Chunk, Place, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Place, Room, Summaries
 from dare.run.threads import Id, Results, Step
 from dare.stages.blocks import DeltaView, Grams
 from dare.stages.matrices import refine
@@ -239,8 +239,8 @@ class Worker:
         for work in self._batches(steps):
             match work:
                 case list() as batch:
-                    records = self._coder(list(self._read_batch(batch, results)))
-                    yield from ([record] for record in records)
+                    records = iter(self._coder(list(self._read_batch(batch, results))))
+                    yield from (list(islice(records, count)) for count in self._counts(batch))
                 case Make() as step:
                     assert isinstance(self._coder, Recoder)  # as the output has another format
                     read = partial(self._read_made, step, results)
@@ -408,6 +408,13 @@ class Worker:
         if batch:
             yield batch
 
+    def _counts(self, batch: Sequence[Make]) -> Iterator[int]:
+        """Yield the number of chunks of each step that is in a batch."""
+        for step in batch:
+            chunks = chunk_count(step.elements)
+            together = self._plan.chunks_together(self._tensors[step.tensor])
+            yield from (min(together, chunks - first) for first in range(0, chunks, together))
+
     def _follows(self, step: Make, last: Make, place: int) -> bool:
         """Tell if a chunk can be read with those before it; some sources have room for one."""
         tensor, end = self._tensors[step.tensor], last.chunk * CHUNK + last.elements
@@ -445,7 +452,7 @@ class Merger:
         for chunk, room, is_in_place in rooms:
             if not is_in_place:
                 offset = chunk.start * chunk.tensor.dtype.itemsize
-                self._sink.write(chunk.tensor.name, offset, room)
+                self._sink.write(chunk.tensor.name, offset, room.raw)
         return records
 
     def _check(self, chunk: Chunk, made: Sequence[Record]) -> None:
@@ -464,7 +471,7 @@ class Merger:
                     'on_integer_mismatch = "base" (--on-integer-mismatch base) to keep the base\'s'
                 )
 
-    def _rooms(self, batch: Sequence[Chunk]) -> Iterator[tuple[Chunk, Bytes, bool]]:
+    def _rooms(self, batch: Sequence[Chunk]) -> Iterator[tuple[Chunk, Room, bool]]:
         """Yield chunks with their place in the output (True), or in a buffer to be written.
 
         In the buffer a chunk begins at the same place in a page as in the file, for direct writes.
@@ -475,10 +482,13 @@ class Merger:
             offset, nbytes = chunk.start * width, chunk.size * width
             place = self._sink.place(name, offset, nbytes)
             if place is not None:
-                yield chunk, place, True
+                yield chunk, Room(place), True
                 continue
             used += (self._sink.position(name, offset) - used) % ALIGNMENT
-            yield chunk, self._backend.output[used : used + nbytes], False
+            number, on_gpu = self._sink.place_on_gpu(name, offset) or (None, None)
+            room = self._backend.output[used : used + nbytes]
+            is_there = number is not None and number == self._backend.gpu
+            yield chunk, Room(room, on_gpu if is_there else None), is_there
             used += nbytes
 
 
@@ -497,7 +507,7 @@ class Recoder(Merger):
             is_repeat = bool(made)  # then the records would be the same again
             for chunk in read_inputs():
                 room = self._backend.output[: chunk.size * tensor.dtype.itemsize]
-                part = self._backend.merge([(chunk, room)])
+                part = self._backend.merge([(chunk, Room(room))])
                 self._check(chunk, part)
                 if not is_repeat:
                     made.extend(part)

@@ -235,19 +235,21 @@ class Block:
         else:
             self._counts.append(FigureColumn.MASKED if self.mask else None)
 
-    def figures(self) -> list[list[int]]:
+    def figures(self) -> list[tuple[int, ...]]:
         """Return for each chunk the largest magnitude's bits, the count over the threshold, and
         the count of survivors after each stage.
         """
         if self._figures is None:
             self.take()
         assert self._figures is not None  # carrying out has measured
-        rows = []
-        for (_, size), row in zip(chunk_spans(self.size), self._figures.tolist(), strict=True):
-            counts = (row[c] if isinstance(c, FigureColumn) else c for c in self._counts)
-            left = [size if count is None else count for count in counts]
-            rows.append([row[FigureColumn.PEAK], row[FigureColumn.OVER_THRESHOLD], *left])
-        return rows
+        found = self._figures.T.tolist()
+        sizes = [size for _, size in chunk_spans(self.size)]
+        left = (
+            sizes if c is None else found[c] if isinstance(c, FigureColumn) else [c] * len(sizes)
+            for c in self._counts
+        )
+        of_all = found[FigureColumn.PEAK], found[FigureColumn.OVER_THRESHOLD]
+        return list(zip(*of_all, *left, strict=True))
 
 
 class FigureColumn(IntEnum):
