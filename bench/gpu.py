@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import subprocess
 import sys
 import time
@@ -30,7 +31,6 @@ from dare.tensors.mask import keep_threshold, mask_key
 MODELS, ROUNDS = 3, 5
 SAMPLE = 1 << 25  # elements that are compared
 THRESHOLD = int(np.float32(0.002).view(np.int32))
-COLUMNS = 4096
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
     "dare+linear": {"masks": True},
@@ -146,14 +146,31 @@ def check(name: str, weights: Any, job: ChunkJob, run: Callable[..., Any]) -> No
 # ---------------------------------------------------------------- whole merges
 
 
+def shapes_of(parameters: int) -> dict[str, tuple[int, ...]]:
+    """Shapes as a Llama has them, for about so many parameters."""
+    hidden, inner, some = 2048, 8192, 512
+    layer = {
+        **dict.fromkeys(["input_layernorm", "post_attention_layernorm"], (hidden,)),
+        **dict.fromkeys(["self_attn.q_proj", "self_attn.o_proj"], (hidden, hidden)),
+        **dict.fromkeys(["self_attn.k_proj", "self_attn.v_proj"], (some, hidden)),
+        **dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], (inner, hidden)),
+        "mlp.down_proj": (hidden, inner),
+    }
+    layers = max(1, round(parameters / sum(map(math.prod, layer.values()))))
+    return {
+        f"model.layers.{n}.{name}.weight": shape
+        for n in range(layers)
+        for name, shape in layer.items()
+    }
+
+
 def make_files(folder: Path, parameters: int) -> list[Path]:
     """Files of a base and fine-tunes, made if they are not there."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.safetensors" for name in ("base", "a", "b", "c")]
     if paths[-1].exists():
         return paths
-    rows = parameters // 32 // COLUMNS
-    shapes = {f"model.layers.{n}.mlp.up_proj.weight": (rows, COLUMNS) for n in range(32)}
+    shapes = shapes_of(parameters)
     torch.manual_seed(0)
     base = {
         name: torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import cuda_on_host
@@ -9,6 +10,7 @@ import dare
 from cuda_on_host import last_gpu
 from dare.errors import RecipeError
 from dare.kernels import cuda
+from dare.output.memory import OnDevice
 from dare.recipe.options import RunOptions
 from dare.recipe.recipe import Request
 from helpers import sha256
@@ -103,6 +105,47 @@ def test_candidates_lie_on_a_gpu(models, tmp_path, device):
         assert made.digest == expected.digest
         for name, array in made.arrays.items():
             np.testing.assert_array_equal(array, expected.arrays[name])
+
+
+class OnFirstGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, as the machine plays one."""
+
+    device = torch.device("cuda:0")
+
+
+def on_gpu(tensor):
+    return tensor.cuda() if cuda_on_host.IS_REAL else tensor.as_subclass(OnFirstGpu)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("method", ["dare+ties", "trim+ties", "karcher", "tsv"])
+def test_candidates_stay_on_the_gpu_of_a_live_model(models, method, wide, monkeypatch):
+    """What the GPU merges does not come back, unless the model has a wider type."""
+    base, *tuned = models
+    held = dare.Candidates(Request.of(base=base, models=tuned, method=method, device="cuda"))
+    expected = held.make()
+    kinds = {n: torch.float64 if wide and n != "steps" else None for n in expected.arrays}
+    live = {
+        name: on_gpu(torch.zeros_like(torch.from_numpy(array), dtype=kinds[name]))
+        for name, array in expected.arrays.items()
+    }
+    sent = []
+    monkeypatch.setattr(OnDevice, "write", lambda _self, _start, raw: sent.append(raw.nbytes))
+    send = cuda.Kernels.send
+    monkeypatch.setattr(
+        cuda.Kernels,
+        "send",
+        lambda kernels, raw, at: (sent.append(raw.nbytes), send(kernels, raw, at)),
+    )
+    if wide:
+        monkeypatch.undo()
+    assert held.write_into(live) == expected.digest
+    for name, tensor in live.items():
+        made = torch.Tensor.cpu(tensor).numpy()
+        np.testing.assert_array_equal(made, expected.arrays[name])
+    if not wide:
+        few = live["steps"].nbytes + live["scalar"].nbytes
+        assert (sum(sent) == few) == (method in {"dare+ties", "trim+ties"})
 
 
 @cuda_on_host.on_host_only

@@ -526,12 +526,6 @@ class PlanData:
             tensor.joint_reads > 0 or any(map(tensor.surveyed_stages, tensor.models))
         )
 
-    def chunks_together(self, tensor: TensorPlan) -> int:
-        """Return how many chunks of a tensor are made together, by one step."""
-        if self.recoding is not None:
-            return self.recoding.chunks_together(tensor.described)
-        return self.cost.chunks_at_once if self.is_held else 1
-
     @cached_property
     def is_held(self) -> bool:
         """True if all elements of the inputs are in memory, so that nothing is read."""

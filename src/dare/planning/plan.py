@@ -16,7 +16,7 @@ from dare.documents.shown import Shown
 from dare.documents.words import counted, exact_text, named, show_size, weight_text
 from dare.errors import printable
 from dare.planning.cost import Cost
-from dare.planning.data import Fate, PlanData
+from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.applied import names_of
 from dare.stages import IMPLIED, Stage
 from dare.stages.registry import LATER_PARAMETERS
@@ -30,6 +30,12 @@ class Plan(PlanData, Shown):
     def cost(self) -> Cost:
         """The bytes, memory and threads that the merge takes."""
         return Cost(self)
+
+    def chunks_together(self, tensor: TensorPlan) -> int:
+        """Return how many chunks of a tensor are made together, by one step."""
+        if self.recoding is not None:
+            return self.recoding.chunks_together(tensor.described)
+        return self.cost.chunks_at_once if self.is_held else 1
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON."""
