@@ -87,12 +87,13 @@ class ProgramOptions:
     def __init__(self, **options):
         assert options["fma"] is options["ftz"] is False
         self.macros = options["define_macro"]
+        assert self.macros != []
 
 
 class Program:
     def __init__(self, code, kind, options):
         assert kind == "c++"
-        self._code, self._macros = code, tuple(options.macros)
+        self._code, self._macros = code, tuple(options.macros or ())
 
     def compile(self, target, *, cache):
         assert target == "cubin"

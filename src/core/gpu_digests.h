@@ -21,6 +21,7 @@ INLINE Digest end_piece(Piece piece, const u64 *sums) {
 // A warp takes a block; eight of its threads take a stripe at a time.
 extern "C" __global__ void sum_blocks(const Piece *pieces, i64 count, i64 blocks, u64 *sums) {
   i64 number = ((i64)blockIdx.x * THREADS + threadIdx.x) / WARP, block = number % blocks;
+  if (number >= count * blocks) return;
   Piece piece = pieces[number / blocks];
   if (block >= mixed_blocks(piece.size)) return;
   int own = (int)threadIdx.x % WARP, lane = own % LANES_OF_STRIPE;

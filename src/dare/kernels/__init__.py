@@ -36,10 +36,10 @@ class Device:
 
     module: str
     chunks_at_once: int = 4  # of each input, in a batch, if memory allows
-    chunks_held: int = 20  # of all inputs and the output; with more models, fewer of each
+    chunks_held: int = 18  # of all inputs; with more models, fewer of each
     fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
     is_gpu: bool = False  # whether chunks go to memory of its own, where they have as much room
-    most_threads: int | None = None  # more of them only wait for each other
+    most_threads: int | None = None  # to merge: more of them only wait for each other
 
     def buffer_bytes(
         self, chunks: int, inputs: int, *, width: int, is_fused: bool, held: int, has_deltas: bool
@@ -61,7 +61,7 @@ class Device:
 DEVICES = {
     "cpu": Device("core"),
     "reference": Device("reference"),
-    "cuda": Device("cuda", chunks_at_once=64, chunks_held=80, is_gpu=True, most_threads=4),
+    "cuda": Device("cuda", chunks_at_once=256, chunks_held=64, is_gpu=True, most_threads=4),
     "auto": Device("core"),  # a GPU serves where models are held in memory
 }
 

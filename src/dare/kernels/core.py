@@ -334,10 +334,7 @@ def _kind(operands: Sequence[Operand]) -> int:
 def _texts(job: ChunkJob, found: NDArray[np.uint64]) -> list[list[str]]:
     """Return the digests of a job's arrays, those of short chunks computed here."""
     raws = [job.base, *(operand.tuned for operand in job.operands), job.out]
-    texts = [
-        [f"{high:016x}{low:016x}" for high, low in column]
-        for column in found.swapaxes(0, 1).tolist()
-    ]
+    texts = [digest_texts(column) for column in found.swapaxes(0, 1)]
     rest = (job.base.size - 1) % CHUNK + 1
     for raw, own in zip(raws, texts, strict=True):
         if rest * raw.itemsize <= SHORT_BYTES:
@@ -346,6 +343,12 @@ def _texts(job: ChunkJob, found: NDArray[np.uint64]) -> list[list[str]]:
 
 
 SHORT_BYTES = 240  # bytes up to which a digest is computed in another way
+
+
+def digest_texts(words: NDArray[np.uint64]) -> list[str]:
+    """Return digests as text: each is two words, the high one first."""
+    text = words.byteswap().tobytes().hex()
+    return [text[place : place + 32] for place in range(0, len(text), 32)]
 
 
 def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
@@ -358,7 +361,7 @@ def digests(raws: Sequence[NDArray[Any]]) -> list[list[str]]:
     ]
     out = np.empty((len(pieces), 2), np.uint64)
     _function("digest_pieces")(np.array(pieces, np.int64), out)
-    found = (f"{high:016x}{low:016x}" for high, low in out.tolist())
+    found = iter(digest_texts(out))
     return [
         list(islice(found, len(sizes))) if long else reference.digests([raw])[0]
         for raw, sizes, long in zip(raws, spans, is_long, strict=True)

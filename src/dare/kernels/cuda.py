@@ -126,10 +126,9 @@ class Pieces:
         self.nbytes = 2 * self.spans.nbytes  # and the digests
         self.sums_bytes = 8 * HASH_LANES * self.blocks * self.count
 
-    def read(self, memory: Bytes) -> Iterator[str]:
-        """Yield the digests, from tables that kernels have filled."""
-        for high, low in memory[self.spans.nbytes : self.nbytes].view(np.uint64).reshape(-1, 2):
-            yield f"{high:016x}{low:016x}"
+    def read(self, memory: Bytes) -> list[str]:
+        """Return the digests, from tables that kernels have filled."""
+        return core.digest_texts(memory[self.spans.nbytes : self.nbytes].view(np.uint64))
 
 
 def can_stay(job: ChunkJob) -> bool:
@@ -210,7 +209,7 @@ def _compiled(number: int, shape: Shape | None) -> Any:
         prec_sqrt=True,
         device_as_default_execution_space=True,
         disable_warnings=True,
-        define_macro=shape.macros if shape else [],
+        define_macro=shape.macros if shape else None,
     )
     program = Program(source(OF_MERGES if shape else OF_DIGESTS), "c++", options=options)
     with FileStreamProgramCache() as kept:
@@ -424,7 +423,7 @@ class Kernels:
         ]
         of_inputs = iter(core.digests(wanted))
         worker.stream.sync()
-        of_pieces = pieces.read(results[pieces_at - results_at :])
+        of_pieces = iter(pieces.read(results[pieces_at - results_at :]))
         for job, out in zip(jobs, outs, strict=True):
             if job.place is None:
                 job.out.view(np.uint8)[:] = results[out - results_at :][: job.out.nbytes]

@@ -108,7 +108,7 @@ class Cost:
         half, other = self.max_memory // 2, self.least_memory - self._workspace_for(1)
         chunks = self._device.chunks_at_once
         while chunks > 1 and (
-            chunks * (1 + self._inputs_read) > self._device.chunks_held
+            chunks * self._inputs_read > self._device.chunks_held
             or self._wanted_threads * self._workspace_for(chunks) > half
             or other + self._workspace_for(chunks) > self.max_memory
             or self._wanted_threads * self._gpu_bytes_for(chunks) > self._max_gpu_memory
@@ -118,8 +118,12 @@ class Cost:
 
     @property
     def _wanted_threads(self) -> int:
-        cores = available_cores()
-        return self.plan.options.threads or min(cores, self._device.most_threads or cores)
+        if self.plan.options.threads:
+            return self.plan.options.threads
+        cores, most = available_cores(), self._device.most_threads
+        if most is None or self.surveys_first:
+            return cores
+        return 1 if self.plan.is_held else min(cores, most)
 
     @property
     def _max_gpu_memory(self) -> int:

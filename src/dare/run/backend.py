@@ -247,11 +247,8 @@ class ArrayBackend(Backend):
         return self._figures(deltas, self._add(base, merged, dtype, into))
 
     def _figures(self, deltas: Deltas, exceptions: list[tuple[int, int]]) -> list[Figures]:
-        figures = zip(*(block.figures() for block in deltas.blocks), strict=True)
-        return [
-            (tuple(map(tuple, models)), counts)
-            for models, counts in zip(figures, exceptions, strict=True)
-        ]
+        of_chunks = zip(*(block.figures() for block in deltas.blocks), strict=True)
+        return list(zip(of_chunks, exceptions, strict=True))
 
     def _convert(self, chunk: Chunk, into: Bytes) -> list[Figures]:
         """Store the base in the type of the output."""
