@@ -121,9 +121,9 @@ class Cost:
         if self.plan.options.threads:
             return self.plan.options.threads
         cores, most = available_cores(), self._device.most_threads
-        if most is None or self.surveys_first:
-            return cores
-        return 1 if self.plan.is_held else min(cores, most)
+        if most is not None and self.plan.is_held and not self.surveys_first:
+            return 1  # which only has to ask for everything
+        return min(cores, most or cores)
 
     @property
     def _max_gpu_memory(self) -> int:

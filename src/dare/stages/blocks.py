@@ -275,11 +275,15 @@ class Scratch:
 
     def __init__(self, size: int) -> None:
         self.lanes = np.empty(size, np.uint8)
-        self.all_kept = np.full(size, 255, np.uint8)
         self.merged = np.empty(size, np.float32)
         self._floats = np.empty(size, np.float32)
         self._decoded: NDArray[Any] | None = None
         self._finite: tuple[NDArray[Any], NDArray[Any]] | None = None
+
+    @cached_property
+    def all_kept(self) -> NDArray[np.uint8]:
+        """A mask that keeps everything."""
+        return np.full(self.lanes.size, 255, np.uint8)
 
     @cached_property
     def zeros(self) -> Floats:
