@@ -109,7 +109,7 @@ class Tables:
         return list(zip(every, peaks, strict=True))
 
 
-class Pieces:
+class PieceTables:
     """The chunks of results that stay on a GPU, whose digests it computes."""
 
     def __init__(self, jobs: Iterable[ChunkJob]) -> None:
@@ -396,7 +396,7 @@ class Kernels:
             [room.add(raw, worker.number) for raw in (job.base, *(o.tuned for o in job.operands))]
             for job in jobs
         ]
-        tables, pieces = Tables(jobs), Pieces(jobs)
+        tables, pieces = Tables(jobs), PieceTables(jobs)
         sums_at = room.take(pieces.sums_bytes)
         results_at = room.take(tables.nbytes)  # from here on it is sent back
         pieces_at = room.take(pieces.nbytes)
@@ -435,7 +435,7 @@ class Kernels:
             done.append(Done(figures, peak, [*islice(of_inputs, len(own)), made]))
         return done
 
-    def _digest(self, pieces: Pieces, at: int, sums: int) -> None:
+    def _digest(self, pieces: PieceTables, at: int, sums: int) -> None:
         """Have pieces digested; `at` is the place of their tables."""
         worker, tables = self._worker, (pieces.count, pieces.blocks, sums)
         worker.copy(at, _address(pieces.spans), pieces.spans.nbytes)
