@@ -31,6 +31,7 @@ _NAMES = {
     ),
     "mixtures.building": "moe",
     "output.receipt": "Report",
+    "output.signing": "Signing sign",
     "run.slices": "SliceReport",
     "output.verification": "Verification verify",
     "planning.plan": "Plan",

@@ -55,6 +55,7 @@ from dare.errors import (
 from dare.mixtures.building import moe as moe
 from dare.output.receipt import Report as Report
 from dare.run.slices import SliceReport as SliceReport
+from dare.output.signing import Signing as Signing, sign as sign
 from dare.output.verification import Verification as Verification, verify as verify
 from dare.planning.plan import Plan as Plan
 from dare.recipe.options import RunOptions as RunOptions

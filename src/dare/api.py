@@ -95,6 +95,7 @@ class RunSettings(TypedDict, total=False):
     scratch: AnyPath | None
     device: str | None
     max_gpu_memory: int | str | None
+    require_signed: AnyPath | Sequence[AnyPath]
 
 
 class StageSettings(TypedDict, total=False):
@@ -358,6 +359,8 @@ def merge_arrays(
         raise RecipeError("models must be a list of dicts, even for only one: [model]")
     for name in settings.keys() & {"output", *OTHER_NAMES["output"]}:
         raise RecipeError(f"{name}: arrays are returned, not written; leave it out")
+    if settings.get("require_signed"):
+        raise RecipeError("require_signed: arrays have no signatures; merge files")
     names, originals = [f"model {n}" for n in range(len(models))], named_arrays(base, "base")
     request = _array_request(names, weights, seeds, model_settings, {"method": method, **settings})
     recipe = request.recipe

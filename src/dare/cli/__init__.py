@@ -48,7 +48,8 @@ SUBCOMMANDS = {"lora": ["merge", "extract"], "search": ["show", "best"]}
 MAIN_FLAGS: dict[str, list[str]] = HELP["main_flags"]
 COMPLETION = "--install-completion"
 HELP_FLAGS = {"--help", "-h", HELP_ALL}
-PLANS_NO_MERGE = {"verify", "methods", "playground", COMPLETION}  # commands that plan no merge
+# Commands that plan no merge.
+PLANS_NO_MERGE = {"verify", "sign", "methods", "playground", COMPLETION}
 HELP_TEXTS = {**COMMANDS, **HELP["subcommands"], COMPLETION: HELP["completion"]}
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130

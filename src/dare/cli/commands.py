@@ -26,10 +26,13 @@ from dare.cli.flags import (
     StageFiles,
     Switch,
     Verbose,
+    Work,
     output_flag,
     print_json,
     recipe_from_flags,
+    runs,
     show_result,
+    switch,
     takes_recipe,
 )
 from dare.cli.parsing import Flag
@@ -207,6 +210,7 @@ def _may_be_recipe(path: Path) -> bool:
 def verify(
     *outputs: Path,
     sha256: Annotated[bool, Flag(has_negative=True)] = True,
+    signer: Annotated[list[Path] | None, Flag(metavar="FILE")] = None,
     quiet: Quiet = False,
     json: Json = False,
     debug: Debug = False,
@@ -215,6 +219,7 @@ def verify(
 
     :param outputs: Outputs of finished merges, files or directories.
     :param sha256: Also compute the SHA-256, which is slower.
+    :param signer: A public key or certificate: outputs must be signed by it.
     """
     from dare.output.verification import Verification
     from dare.output.verification import verify as verify_output
@@ -227,7 +232,8 @@ def verify(
     found = []
     for path in outputs:
         try:
-            found.append(verify_output(path, verbose=not quiet, sha256=sha256))
+            how: dict[str, Any] = {"sha256": sha256, "signer": signer or ()}
+            found.append(verify_output(path, verbose=not quiet, **how))
         except (InputError, VerificationError) as error:
             place = to_path(path)
             if not (is_here(place) and is_there(place)):
@@ -240,6 +246,26 @@ def verify(
     if json:
         print_json([outcome.to_dict() for outcome in found])
     return DONE if all(outcome.ok for outcome in found) else FAILED
+
+
+@runs
+def sign(
+    path: Path,
+    /,
+    *,
+    key: Path,
+    certificate: Annotated[list[Path] | None, Flag(metavar="FILE...", least=1)] = None,
+    overwrite: Annotated[bool, switch(group=RUN, help="Replace a signature.")] = False,
+) -> Work:
+    """Sign an output.
+
+    :param path: The output, or another model: a file or a directory.
+    :param key: The private key: elliptic, in PEM, without a password.
+    :param certificate: Its certificate, and those that it rests on.
+    """
+    from dare.output.signing import sign as sign_output
+
+    return sign_output, {}
 
 
 def methods(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,11 @@ def open_inputs(
     ]
     paths = [path for path, _ in resolved]
     pinned = [path for _, path in resolved]
+    if options.require_signed:
+        from dare.inputs.signatures import require_covered, require_signatures
+
+        own = [path for path, merge in zip(paths, made, strict=True) if merge is None]
+        covered = require_signatures(own, options.require_signed)
     if pinned != given:
         recipe = with_files(recipe, pinned[0], pinned[1:], recipe.output)
     # at most a quarter of the memory is for reading ahead of stores
@@ -192,6 +198,9 @@ def open_inputs(
         raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     others = [replace(other, base=base, base_config=first.config) for other in others]
     models = [_open(other) for other in others]
+    if options.require_signed:
+        read = [s.files for s, m in zip((base, *models), made, strict=True) if m is None]
+        require_covered(chain.from_iterable(read), covered)
     folders = [source.folder for source in (base, *models)]
     configs = [first.config, *(_config_of(o, f) for o, f in zip(others, folders[1:], strict=True))]
     both = zip((base, *models), configs, strict=True)

@@ -59,6 +59,7 @@ KINDS = {
     "analysis": rb'\A\s*\{\s*"schema":\s*"dare-',
     "recipe": rb"(?m)\A[^\0]*?^[ \t]*(\[\[?models\]|(base|models|method)\s*=)",
     "table": rb"\A\w+(,\w+)*\r\n",
+    "signature": rb'\A\s*\{\s*"mediaType":\s*"application/vnd\.dev\.sigstore\.bundle',
     "demonstration": rb"\A\x89PNG\r\n[\s\S]{,200}dare demo",
 }
 BEGINNING_BYTES = 1 << 20

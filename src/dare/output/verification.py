@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from dare.inputs.directory import resolve_inside
 from dare.inputs.hub import resolve
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.shards import INDEX_NAME, SINGLE_NAME
+from dare.inputs.signatures import FOLDER_SIGNATURE, PROBLEMS, check_signature
 from dare.inputs.sources import FileSource, Raw, open_source
 from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
@@ -43,6 +44,7 @@ from dare.tensors.files import is_there, read_beginning
 from dare.tensors.header import Header, TensorInfo
 from dare.tensors.system import available_cores
 
+AnyPath = str | os.PathLike[str]
 Manifest = Mapping[str, Any]
 
 # Endings of files that people put beside a model, and that no program loads with it.
@@ -61,6 +63,8 @@ class Verification(Shown):
     """Changes that were probably made on purpose: to the card, or pictures next to it."""
     sha256: str | None = None
     """The SHA-256 of all tensors' bytes in order of name; merged models only, if asked for."""
+    signed_by: str | None = None
+    """The key or certificate that its signature fits, if one was asked for."""
 
     @property
     def ok(self) -> bool:
@@ -75,31 +79,52 @@ class Verification(Shown):
         """Return a document that says whether the output is as it was written."""
         checked = f"{counted(self.tensors, 'tensor')}, {show_size(self.bytes_checked)}"
         bad = "Not what was written" if self.tensors else "Cannot be verified"
-        facts = () if self.sha256 is None else (("SHA-256 of the weights", self.sha256),)
+        if not {problem.code for problem in self.problems} - PROBLEMS:
+            bad = "Not as signed" if self.signed_by else "Not signed as asked"
+        known = {"SHA-256 of the weights": self.sha256, "signed by": self.signed_by}
         return Document(
             title="Intact" if self.ok else bad,
             kind="verification",
             tone=Tone.GOOD if self.ok else Tone.POOR,
-            lead=f"{checked}, {self.path}" if self.ok else str(self.path),
-            facts=facts,
+            lead=f"{checked}, {self.path}" if self.ok and self.tensors else str(self.path),
+            facts=tuple((name, value) for name, value in known.items() if value is not None),
             notices=(*self.problems, *self.changed),
         )
 
 
 def verify(
-    path: str | os.PathLike[str], *, verbose: bool = False, sha256: bool = True
+    path: AnyPath,
+    *,
+    verbose: bool = False,
+    sha256: bool = True,
+    signer: AnyPath | Sequence[AnyPath] = (),
 ) -> Verification:
     """Hash an output again and compare it with its manifest; `verbose` shows progress.
 
     `sha256` also computes the SHA-256 of a merged model's weights: of the bytes of all tensors in
     order of name, which any other program can also compute. This uses one core (up to 4.4 s for a
     gigabyte), everything else uses all. Raises VerificationError if there is no manifest.
+
+    With `signer`, a public key or a certificate, or several, it must also have a signature of one
+    of these that covers all its files; a model with one needs no manifest.
     """
-    path = to_path(path)
-    if not (is_stored(path) and path.scheme == "hf"):
-        return _verify(path, verbose=verbose, sha256=sha256)
-    found = resolve(path, verbose=verbose)
-    return replace(_verify(found.path, verbose=verbose, sha256=sha256), path=found.pinned)
+    path = shown = to_path(path)
+    if is_stored(path) and path.scheme == "hf":
+        found = resolve(path, verbose=verbose)
+        path, shown = found.path, found.pinned
+    signers = [signer] if isinstance(signer, str | os.PathLike) else signer
+    signed = check_signature(path, [to_path(each) for each in signers]) if signers else None
+    try:
+        outcome = _verify(path, verbose=verbose, sha256=sha256)
+    except VerificationError:
+        if signed is None:
+            raise
+        outcome = Verification(path, (), 0, 0)
+    if signed is None:
+        return replace(outcome, path=shown)
+    problems = (*signed.problems, *outcome.problems)
+    by = None if signed.signer is None else str(signed.signer)
+    return replace(outcome, path=shown, problems=problems, signed_by=by)
 
 
 def _verify(path: Path, *, verbose: bool, sha256: bool) -> Verification:
@@ -287,7 +312,7 @@ def _compare_files(
             changed.append(notice("changed_beside", name, done="changed"))
         elif file_digest(path) != digest:
             yield notice("changed", name)
-    ours = {*expected, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME}
+    ours = {*expected, MANIFEST_NAME, MARK_NAME, JOURNAL_NAME, FOLDER_SIGNATURE}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name in ours or path.is_dir() or name.startswith(".") or "/." in name:

@@ -244,8 +244,8 @@ def parse_size(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Return one text, or a list, as a tuple; anything else unchanged."""
-    if isinstance(value, str):
+    """Return one text or path, or a list, as a tuple; anything else unchanged."""
+    if isinstance(value, str | PathLike):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 

@@ -68,6 +68,11 @@ class RunOptions(Strict):
         None,
         NOT_RECORDED,
     )
+    require_signed: Annotated[tuple[AnyPath, ...], Before(as_tuple)] = described(
+        "Public keys or certificates, in PEM: base and models must be signed by one of them.",
+        (),
+        NOT_RECORDED,
+    )
 
 
 USUAL = RunOptions()

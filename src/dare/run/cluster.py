@@ -319,7 +319,8 @@ def task_request(recipe: Recipe, options: RunOptions, memory: int) -> Request:
         return path.absolute() if is_here else path  # others are in a store, or on the hub
 
     output = None if recipe.output is None else recipe.output.absolute()
-    for_task = {"cluster": None, "threads": 1, "max_memory": memory, "verbose": False}
+    for_task: dict[str, Any] = {"cluster": None, "threads": 1, "max_memory": memory}
+    for_task |= {"verbose": False, "require_signed": ()}  # signatures are checked once, here
     return Request(moved(recipe, absolute, output), options.changed(**for_task))
 
 

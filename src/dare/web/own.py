@@ -297,8 +297,9 @@ class Roots:
     def admit(self, request: Request) -> Request:
         """Return the request with absolute paths; refuse paths outside and other machines."""
         recipe, options = request.recipe, request.options
-        if options.cluster is not None or options.scratch is not None:
-            raise RecipeError("cluster, scratch: the page has none; use the command line")
+        if (options.cluster, options.scratch, options.require_signed) != (None, None, ()):
+            what = "cluster, scratch, require_signed"
+            raise RecipeError(f"{what}: the page has none; use the command line")
         output = None if recipe.output is None else self.find_output(recipe.output)
         return replace(request, recipe=moved(recipe, self.find, output))
 
