@@ -58,6 +58,7 @@ HEAVY = {
     "optuna",
     "lm_eval",
     "uvicorn",
+    "model_signing",
 }
 
 

@@ -122,6 +122,7 @@ GIVEN = {
     "max_memory": (["--max-memory", "512MiB"], 512 << 20),
     "shard_size": (["--shard-size", "5GB"], 5 * 10**9),
     "scratch": (["--scratch", "scratch"], Path("scratch")),
+    "require_signed": (["--require-signed", "a.pem", "b.pem"], (Path("a.pem"), Path("b.pem"))),
     "cluster": (["--cluster", "auto"], "auto"),
     "delta_threshold": (["--delta-threshold", "0.001"], 0.001),
 }

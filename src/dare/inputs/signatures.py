@@ -5,8 +5,8 @@ SHA-256 of every file, and is made and checked by the package `model-signing`, o
 keys or certificates.
 
 The package takes the word of a signature for what it leaves out. Here a signature has to cover
-every file of its folder, but for itself and what git and the hub's client put there, so that a
-file which was added, or one that its maker ignored, is refused by name.
+every file of its folder, but for itself and what git and the hub's client put there (unless it
+looks like weights), so that a file which was added, or which its maker ignored, is refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, RecipeError, install_command, no_such_file
 from dare.inputs.sources import CONFIG
-from dare.stores.locations import is_stored
+from dare.stores.locations import WEIGHT_SUFFIXES, is_stored
 from dare.tensors.files import read_limited
 
 FOLDER_SIGNATURE = "model.sig"
@@ -90,7 +90,7 @@ def check_signature(path: Path, signers: Sequence[Path]) -> Signed:
         return Signed(None, problems=(notice("not_signed", place.name),))
     reasons = []
     for signer, verifier in zip(signers, known, strict=True):
-        files, problems = _recorder(), list[Notice]()
+        files, problems = _signed_files(), list[Notice]()
         verifier.set_hashing_config(files).set_ignore_unsigned_files(True)
         try:
             bundle = read_limited(place, MAX_SIGNATURE_BYTES)
@@ -155,8 +155,10 @@ def _state(files: Iterable[Path]) -> State:
 def _files(path: Path) -> Iterator[Path]:
     """Yield the files that a signature has to cover, and links to folders, which none does."""
     for file in sorted(path.rglob("*")) if path.is_dir() else ():
-        is_ours = file.relative_to(path).parts[0] not in {*NOT_OF_MODELS, FOLDER_SIGNATURE}
-        if is_ours and (file.is_symlink() or not file.is_dir()):
+        first = file.relative_to(path).parts[0]
+        is_left_out = first in {*NOT_OF_MODELS, FOLDER_SIGNATURE}
+        is_file = file.is_symlink() or not file.is_dir()
+        if is_file and (not is_left_out or file.suffix in WEIGHT_SUFFIXES):
             yield file
 
 
@@ -182,11 +184,11 @@ def _verifier(signer: Path) -> Any:
         raise RecipeError(f"{signer}: {reason}; {need}") from None
 
 
-def _recorder() -> Any:
+def _signed_files() -> Any:
     """Return what hashes the files that a signature lists, and remembers which they are."""
     from model_signing import hashing
 
-    class Recorder(hashing.Config):  # type: ignore[misc]
+    class SignedFiles(hashing.Config):  # type: ignore[misc]
         """Asked by the package once it has found that the list is by the signer."""
 
         listed: tuple[Path, ...] | None = None
@@ -198,7 +200,9 @@ def _recorder() -> Any:
             self.found = super().hash(model_path, files_to_hash=there)
             return self.found
 
-    return Recorder().set_ignored_paths(paths=[], ignore_git_paths=False).set_allow_symlinks(True)
+    return (
+        SignedFiles().set_ignored_paths(paths=[], ignore_git_paths=False).set_allow_symlinks(True)
+    )
 
 
 def _differences(path: Path, files: Any, bundle: bytes) -> Iterator[Notice]:

@@ -116,7 +116,7 @@ def verify(
     signed = check_signature(path, [to_path(each) for each in signers]) if signers else None
     try:
         outcome = _verify(path, verbose=verbose, sha256=sha256)
-    except VerificationError:
+    except (InputError, VerificationError):
         if signed is None:
             raise
         outcome = Verification(path, (), 0, 0)
