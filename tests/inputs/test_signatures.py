@@ -332,6 +332,18 @@ def test_merges_inside_and_layers_are_asked_too_and_read_once(all_signed, keys, 
         plan(keys / "mine.pem", models=["inner", "code"], merges=inner)
 
 
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_delta_file_and_its_base_must_be_signed(all_signed, keys, lossless):
+    delta = all_signed / "math.delta.safetensors"
+    dare.compress("base", "math", delta, lossless=lossless, verbose=False)
+    how = {"require_signed": keys / "mine.pem", "verbose": False}
+    with pytest.raises(InputError, match=r"math\.delta\.safetensors\.sig: There is no signature"):
+        dare.apply_delta("base", delta, "restored", **how)
+    dare.sign(delta, keys / "mine-key.pem")
+    dare.apply_delta("base", delta, "restored", **how)
+    assert Path("restored").is_dir()
+
+
 def test_what_is_read_beside_a_file_must_be_signed(all_signed, keys):
     for name in ("base", "math"):
         dare.sign(f"{name}/model.safetensors", keys / "mine-key.pem")
@@ -495,6 +507,9 @@ def test_a_key_that_cannot_be_used_is_refused(models, keys, tmp_path):
 def test_only_finished_models_are_signed_and_only_signatures_replaced(models, keys):
     with pytest.raises(InputError, match="no such file"):
         dare.sign("bse", keys / "mine-key.pem")
+    Path("code/more").symlink_to("../math")
+    with pytest.raises(InputError, match=r"code/more: .*leads to a folder"):
+        dare.sign("code", keys / "mine-key.pem")
     (Path("base") / MARK_NAME).write_bytes(MARK)
     with pytest.raises(OutputError, match="not finished"):
         dare.sign("base", keys / "mine-key.pem")

@@ -18,6 +18,7 @@ from dare.documents.words import show_size
 from dare.errors import InputError, OutputError, VerificationError
 from dare.inputs.delta_files import DeltaFile, DeltaSource, is_delta_file
 from dare.inputs.hub import resolve
+from dare.inputs.signatures import require_signatures
 from dare.inputs.sources import open_source
 from dare.output.journal import Record, group_by_tensor
 from dare.output.receipt import portable_path
@@ -132,6 +133,8 @@ class Restore(Work[Restoration]):
         assert recipe.output is not None
         self._file = file
         self._home = resolve(recipe.base, verbose=options.verbose).path
+        if options.require_signed:
+            require_signatures([self._home, file.path], options.require_signed)
         self._source = DeltaSource(file, open_source(self._home))
         layout = _layout(file, recipe.output)
         tensors = tuple(

@@ -32,6 +32,7 @@ from dare.tensors.files import read_limited
 FOLDER_SIGNATURE = "model.sig"
 MAX_SIGNATURE_BYTES = 16 << 20  # more than for 50,000 files
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+OTHER_KIND = "it is of another kind, or keyless, which `model_signing verify sigstore` checks"
 State = tuple[tuple[str | int, ...], ...]  # of files: their names, sizes and times
 PROBLEMS = {"not_signed", "bad_signature", "signed_changed", "signed_missing", "not_covered"}
 # Names that no signature has to cover: of git, as the package has it, and of the hub's client.
@@ -77,6 +78,9 @@ def make_signature(path: Path, key: Path, certificates: Sequence[Path] = ()) -> 
         need = "sign with an elliptic key (P-256, P-384 or P-521) in PEM, without a password"
         reason = _reason(error).removeprefix(f"{key}: ")
         raise RecipeError(f"{key}: cannot sign: {reason}; {need}") from None
+    for file in (file for file in _files(path) if not file.is_file()):
+        what = "is no file, or leads to a folder, which no signature covers"
+        raise InputError(f"{file}: {what}; put the file or the folder itself there")
     with TemporaryDirectory() as folder:
         config.sign(path, made := Path(folder, FOLDER_SIGNATURE))
         return made.read_bytes()
@@ -97,7 +101,8 @@ def check_signature(path: Path, signers: Sequence[Path]) -> Signed:
             with redirect_stdout(StringIO()):  # on which the package says that a form is old
                 verifier.verify(path, place)
         except Exception as error:  # of several packages, which do not say of what kinds
-            reasons.append(f"{signer}: {_reason(error)}")
+            is_other = isinstance(error, AttributeError | KeyError | TypeError)
+            reasons.append(f"{signer}: {OTHER_KIND if is_other else _reason(error)}")
             if files.listed is None:  # it is not by this signer
                 continue
             problems = list(_differences(path, files, bundle))
@@ -200,9 +205,8 @@ def _signed_files() -> Any:
             self.found = super().hash(model_path, files_to_hash=there)
             return self.found
 
-    return (
-        SignedFiles().set_ignored_paths(paths=[], ignore_git_paths=False).set_allow_symlinks(True)
-    )
+    files = SignedFiles().set_ignored_paths(paths=[], ignore_git_paths=False)
+    return files.set_allow_symlinks(True)
 
 
 def _differences(path: Path, files: Any, bundle: bytes) -> Iterator[Notice]:
@@ -225,5 +229,5 @@ def _resources(bundle: bytes) -> dict[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return why something of another package failed, in a line."""
+    """Return in a line why another package failed."""
     return " ".join(f"{error}".split()).rstrip(".") or type(error).__name__
