@@ -360,12 +360,15 @@ def test_what_is_read_beside_a_file_must_be_signed(all_signed, keys):
         plan(keys / "mine.pem", **files | {"models": [first]})
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/math", "hf://org/name@main"])
-def test_a_model_elsewhere_cannot_be_asked_for_a_signature(address, keys):
-    with pytest.raises(RecipeError, match="on this machine; download"):
+@pytest.mark.parametrize("address", ["s3://bucket/math", "hf://org/name@main", "org/name"])
+def test_a_model_elsewhere_is_refused_before_anything_is_fetched(address, all_signed, keys):
+    elsewhere = pytest.raises(RecipeError, match=f"{address}: .*on this machine; download")
+    with elsewhere:
         dare.sign(address, keys / "mine-key.pem")
-    with pytest.raises(RecipeError, match="on this machine; download"):
-        signatures.require_signatures([dare.stores.locations.to_path(address)], [keys / "mine.pem"])
+    with elsewhere:
+        plan(keys / "mine.pem", models=["math", address])
+    with elsewhere:
+        merge("out", models=["math", address], require_signed=keys / "mine.pem")
 
 
 def test_arrays_have_no_signature(keys):

@@ -165,6 +165,11 @@ def open_inputs(
     names = recipe.names
     given = [recipe.base, *(entry.file for entry in recipe.models)]
     made = [(merges or {}).get(str(path)) for path in given]
+    if options.require_signed:
+        from dare.inputs.signatures import require_covered, require_signatures
+
+        own = [path for path, merge in zip(given, made, strict=True) if merge is None]
+        covered = require_signatures(own, options.require_signed)
     for path in given if recipe.output_digest is not None and not any(made) else ():
         if not is_on_hub(path) and not path.exists():
             raise InputError(
@@ -178,11 +183,6 @@ def open_inputs(
     ]
     paths = [path for path, _ in resolved]
     pinned = [path for _, path in resolved]
-    if options.require_signed:
-        from dare.inputs.signatures import require_covered, require_signatures
-
-        own = [path for path, merge in zip(paths, made, strict=True) if merge is None]
-        covered = require_signatures(own, options.require_signed)
     if pinned != given:
         recipe = with_files(recipe, pinned[0], pinned[1:], recipe.output)
     # at most a quarter of the memory is for reading ahead of stores

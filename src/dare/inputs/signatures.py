@@ -25,6 +25,7 @@ from typing import Any
 
 from dare.documents.notices import Notice, notice
 from dare.errors import InputError, RecipeError, install_command, no_such_file
+from dare.inputs.hub import find_name
 from dare.inputs.sources import CONFIG
 from dare.stores.locations import WEIGHT_SUFFIXES, is_stored
 from dare.tensors.files import read_limited
@@ -50,7 +51,7 @@ class Signed:
 
 def signature_path(path: Path) -> Path:
     """Return the place of a model's signature; the model must be on this machine."""
-    if is_stored(path):
+    if is_stored(path) or find_name(path) is not None:
         remedy = "download the model, with its signature, and name its folder"
         raise RecipeError(f"{path}: signatures are only handled on this machine; {remedy}")
     if not path.exists():
