@@ -25,6 +25,7 @@ from dare.cli import main
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs import signatures
 from dare.output.targets import MANIFEST_NAME, MARK, MARK_NAME
+from dare.run.cluster import task_request
 from helpers import flip_bit, save
 
 BASE = {"w": np.arange(6, dtype=np.float32), "v": np.ones(4, np.float32)}
@@ -369,6 +370,12 @@ def test_a_model_elsewhere_is_refused_before_anything_is_fetched(address, all_si
         plan(keys / "mine.pem", models=["math", address])
     with elsewhere:
         merge("out", models=["math", address], require_signed=keys / "mine.pem")
+
+
+def test_a_cluster_is_not_asked_for_what_was_checked_here(all_signed, keys):
+    planned = plan(keys / "mine.pem")
+    assert planned.options.require_signed == (keys / "mine.pem",)
+    assert task_request(planned.recipe, planned.options, 1 << 20).options.require_signed == ()
 
 
 def test_arrays_have_no_signature(keys):

@@ -356,6 +356,7 @@ def test_an_output_that_dare_did_not_write_is_not_replaced(client, models, outpu
         ({"base_file": "org/name"}, "is outside"),
         ({"merge_files": []}, "no models"),
         ({"cluster": "auto"}, "command line"),
+        ({"require_signed": "signer.pem"}, "command line"),
         ({"chat_template": "/etc/passwd"}, "is outside"),
     ],
 )
