@@ -26,7 +26,7 @@ from dare.documents.console import Console
 from dare.documents.terminal import print_document
 from dare.errors import OutputError, install_command
 
-SMALL = replace(story.QUICK, prompts=12, english_bytes=512, drop_rates=(0.5,), table_rates=(0.5,))
+SMALL = replace(story.FULL, prompts=12, seeds=(42,), english_bytes=512, drop_rates=(0.5,))
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     written = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(story, "QUICK", SMALL)
+        patch.setattr(story, "FULL", SMALL)
         patch.setattr(
             merges, "MEASUREMENTS_PER_PROCESS", 99
         )  # a process takes longer than its measurements
-        result = run_demo(Console(written, width=80), output=folder, quick=True)
+        result = run_demo(Console(written, width=80), output=folder, full=True)
     return result, written.getvalue(), folder
 
 
@@ -66,9 +66,21 @@ def test_what_is_written_is_what_is_true(ran):
     assert result.writings[-1].texts == tuple(example.answer for example in story.SHOWN)
     methods = ("linear", "sum", "ties", "trim+ties", "dare+sum p=0.5", "alone,")
     assert all(name in text for name in ("base", *TUNED, *methods))
-    assert text.count("dare+sum p=0.5 ") >= 3  # its answers, first scores, all scores
     assert "\x1b" not in text
-    assert max(map(len, text.split("  repeat")[0].splitlines())) <= 80
+    assert max(map(len, text.split("\nNext")[0].splitlines())) <= 80
+
+
+def test_it_ends_with_the_command_for_own_models_and_keeps_the_merge(tmp_path, monkeypatch):
+    monkeypatch.setattr(story, "FIRST", replace(story.FIRST, prompts=4, english_bytes=256))
+    written = io.StringIO()
+    result = run_demo(Console(written, width=80), output=tmp_path / "out")
+    assert [row.name for row in result.rows] == ["base", *TUNED, "dare+sum p=0.5"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["dare+sum-0.5"]
+    json.dumps(asdict(result), allow_nan=False)
+    steps = written.getvalue().partition("\nNext\n")[2]
+    assert "BASE MODEL MODEL -o merged --method dare+sum --drop-rate 0.5" in steps
+    assert "search BASE MODEL MODEL" in steps
+    assert "demo --full" in steps
 
 
 def test_everything_goes_into_json(ran):
@@ -87,7 +99,7 @@ def test_merged_models_are_left_to_use(ran):
 
 def test_without_matplotlib_it_says_how_to_get_it(ran, monkeypatch, tmp_path):
     monkeypatch.setattr(story, "find_spec", lambda _: None)
-    assert story._keep(tmp_path, replace(SMALL, table_rates=()), ran[0].curves) is None
+    assert story._keep(tmp_path, story.FIRST, ran[0].curves) is None
     told = dict(story.outcome(replace(ran[0], picture=None), "").facts)
     assert install_command("demo") in told["picture"]
 

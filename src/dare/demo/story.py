@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 from rich.console import Console as Screen
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from dare.demo.llama import Floats, Llama, read_weights
 from dare.demo.merges import (
@@ -29,7 +35,6 @@ from dare.demo.merges import (
     MeanScore,
     Measurement,
     Row,
-    Score,
     Texts,
     measure_all,
     scale_for,
@@ -43,12 +48,9 @@ from dare.kernels.linalg import one_blas_thread
 from dare.output.targets import check_free
 
 FIRST_SEED = 42
-
-# Methods without DARE; the last is TIES as published, which trims to the largest fifth.
-PLAIN = ("linear", "sum", "ties", "trim+ties")
-DROPPED = ("sum", "ties")
 MODEL_NAMES = ("base", *TUNED)
-FIRST = (("merge", "sum", 0.0), ("merge", "sum", 0.5))  # merges that are scored and shown first
+DROPPED = ("sum", "ties")  # what DARE is tried with
+TABLE_RATES = (0.0, 0.5, 0.9)  # drop rates that have a row in the table
 FAVOURITE = DemoMerge("sum", 0.5, scale_for("sum", 0.5), FIRST_SEED)
 
 # Held-out prompts whose answers are easily checked by eye.
@@ -57,33 +59,39 @@ SHOWN = (add(64, 19)[1], sort("garden")[1], say(128)[1])
 
 @dataclass(frozen=True)
 class Extent:
-    """The extent of the measurements."""
+    """The extent of the measurements: by default, the models and one merge of them."""
 
-    prompts: int  # for each task
-    seeds: tuple[int, ...]
-    english_bytes: int
-    drop_rates: tuple[float, ...]
-    table_rates: tuple[float, ...] = (0.5, 0.9)
+    prompts: int = 100  # for each task
+    seeds: tuple[int, ...] = (FIRST_SEED,)
+    english_bytes: int = 4096
+    plain: tuple[str, ...] = ()  # methods without DARE
+    drop_rates: tuple[float, ...] = ()
+
+    @property
+    def merges(self) -> list[tuple[str, float]]:
+        """Return the stages and drop rate of each merge of the three, the favourite first."""
+        favourite = (FAVOURITE.combine, FAVOURITE.drop_rate)
+        plain = ((combine, 0.0) for combine in self.plain)
+        return list(dict.fromkeys([favourite, *plain, *product(DROPPED, self.drop_rates)]))
 
 
 PICTURE = "demo.png"
 
+FIRST = Extent()
 FULL = Extent(
-    prompts=100,
     seeds=(FIRST_SEED, 1042, 2042),  # no neighbours: model i is merged with seed + i
-    english_bytes=4096,
+    plain=("linear", "sum", "ties", "trim+ties"),  # the last is TIES as published, which trims
     drop_rates=(0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95),
 )
-QUICK = Extent(prompts=25, seeds=(FIRST_SEED,), english_bytes=1024, drop_rates=(0.5, 0.9))
 
 
-def run_demo(console: Console, *, output: Path | None = None, quick: bool = False) -> DemoResult:
-    """Merge the three fine-tunes in several ways, show what the merges can do, return the numbers.
+def run_demo(console: Console, *, output: Path | None = None, full: bool = False) -> DemoResult:
+    """Merge the three fine-tunes, show what models and merge can do, return the numbers.
 
-    With `output`, the merged models and a picture are left in that folder. `quick` takes few
-    prompts, rates and seeds.
+    With `output`, the merged model is left in that folder. `full` compares methods and drop rates,
+    and leaves these merges and a picture too.
     """
-    extent = QUICK if quick else FULL
+    extent = FULL if full else FIRST
     began = time.perf_counter()
     if output is not None:  # made before a minute's work, not after it
         try:
@@ -94,20 +102,10 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
     base = read_weights(BASE)
     parameters = sum(tensor.size for tensor in base.values())
     changes = {name: _mean_change(base, read_weights(path)) for name, path in TUNED.items()}
-    models = {name: partial(Llama, MODELS / name, CONFIG) for name in MODEL_NAMES}
-    tuned = _writings(console, models)
-    print_document(console, opening(parameters, changes, tuned))
-    merged = _writings(console, {FAVOURITE.label: FAVOURITE.load})
-    how = f"by {FAVOURITE.method}, with {FAVOURITE.drop_rate:.0%} of every change dropped"
-    print_document(console, answered(merged, "The three merged into one", how))
-    writings = (*tuned, *merged)
-    rows = _measure(console, _experiments(extent), extent)
-    rates = (0.0, *extent.drop_rates)
-    curves = [_alone_curve(rows, rates)]
-    for combine in DROPPED:
-        points = tuple((rate, rows["merge", combine, rate].mean) for rate in rates)
-        curves.append(Curve(f"dare+{combine} of all three", points))
-    table_rates = (0.0, *extent.table_rates)
+    writings = _writings(console)
+    print_document(console, opening(parameters, changes, writings))
+    rows = _measure(console, _experiments(extent))
+    curves = _curves(rows, extent) if full else ()
     seconds = time.perf_counter() - began
     result = DemoResult(
         parameters=parameters,
@@ -115,9 +113,9 @@ def run_demo(console: Console, *, output: Path | None = None, quick: bool = Fals
         seeds=extent.seeds,
         mean_change=changes,
         rows=tuple(
-            row for (kind, _, rate), row in rows.items() if kind != "alone" and rate in table_rates
+            row for (kind, _, rate), row in rows.items() if kind != "alone" and rate in TABLE_RATES
         ),
-        curves=tuple(curves),
+        curves=curves,
         writings=writings,
         picture=None if output is None else _keep(output, extent, curves),
         output=None if output is None else str(output),
@@ -139,47 +137,46 @@ def _experiments(extent: Extent) -> dict[Key, tuple[Row, list[Measurement]]]:
     planned: dict[Key, tuple[Row, list[Measurement]]] = {}
     for name in MODEL_NAMES:
         planned["model", name, 0.0] = Row(name, ()), [everything(MODELS / name)]
-    dropping = [(combine, rate) for combine in DROPPED for rate in extent.drop_rates]
-    for combine, rate in [*((combine, 0.0) for combine in PLAIN), *dropping]:
+    for combine, rate in extent.merges:
         seeds = extent.seeds if rate else (FIRST_SEED,)  # nothing else is random
         merges = [DemoMerge(combine, rate, scale_for(combine, rate), seed) for seed in seeds]
         row = Row(merges[0].label, (), merges[0].method, rate, merges[0].scale)
         planned["merge", combine, rate] = row, [everything(merge) for merge in merges]
-    for name, model in TUNED.items():
-        for rate in extent.drop_rates:
-            alone = [DemoMerge("sum", rate, 1.0, seed, (model,)) for seed in extent.seeds]
-            jobs = [Measurement(merge, extent.prompts, 0, (name,)) for merge in alone]
-            planned["alone", name, rate] = Row(name, (), drop_rate=rate), jobs
+    for name, rate in product(TUNED, extent.drop_rates):
+        alone = [DemoMerge("sum", rate, 1.0, seed, (TUNED[name],)) for seed in extent.seeds]
+        jobs = [Measurement(merge, extent.prompts, 0, (name,)) for merge in alone]
+        planned["alone", name, rate] = Row(name, (), drop_rate=rate), jobs
     return planned
 
 
 def _measure(
-    console: Console, experiments: Mapping[Key, tuple[Row, list[Measurement]]], extent: Extent
+    console: Console, experiments: Mapping[Key, tuple[Row, list[Measurement]]]
 ) -> dict[Key, Row]:
-    """Score everything, and show the first rows while the others are still being scored."""
-    first = [key for key in experiments if key[0] == "model" or key in FIRST]
-    order = [*first, *(key for key in experiments if key not in first)]
-    jobs = [job for key in order for job in experiments[key][1]]
-    early = sum(len(experiments[key][1]) for key in first)
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """Score everything, and show how far it is and how long the rest will take."""
+    jobs = [job for _, own in experiments.values() for job in own]
+    text = TextColumn("scoring {task.total} models and merges")
+    columns = (text, BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     screen, is_hidden = Screen(stderr=console.stderr), not console.is_terminal
     with Progress(*columns, console=screen, transient=True, disable=is_hidden) as bar:
-        task = bar.add_task("scoring", total=len(jobs))
+        task = bar.add_task("", total=len(jobs))
+        found = dict(zip(jobs, measure_all(jobs, lambda _: bar.advance(task)), strict=True))
+    return {
+        key: replace(row, scores=tuple(found[job] for job in own))
+        for key, (row, own) in experiments.items()
+    }
 
-        def rows_of(keys: Iterable[Key], scores: Sequence[Score]) -> dict[Key, Row]:
-            found = dict(zip(jobs, scores, strict=False))
-            each = ((key, *experiments[key]) for key in keys)
-            return {
-                key: replace(row, scores=tuple(found[job] for job in own)) for key, row, own in each
-            }
 
-        def advance(done: Sequence[Score]) -> None:
-            bar.advance(task)
-            if len(done) == early:
-                rows = rows_of(first, done).values()
-                print_document(console, first_scores(rows, extent, len(jobs) - early))
-
-        return rows_of(experiments, measure_all(jobs, advance))
+def _curves(rows: Mapping[Key, Row], extent: Extent) -> tuple[Curve, ...]:
+    """Return the share of right answers over drop rates: of models alone, and of merges."""
+    rates = (0.0, *extent.drop_rates)
+    merged = (
+        Curve(
+            f"dare+{combine} of all three",
+            tuple((rate, rows["merge", combine, rate].mean) for rate in rates),
+        )
+        for combine in DROPPED
+    )
+    return _alone_curve(rows, rates), *merged
 
 
 def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
@@ -196,12 +193,14 @@ def _alone_curve(rows: Mapping[Key, Row], rates: Sequence[float]) -> Curve:
     return Curve("each alone, on its task", tuple(points))
 
 
-def _writings(console: Console, models: Mapping[str, Callable[[], Llama]]) -> tuple[Texts, ...]:
-    """Have each model continue the same prompts."""
+def _writings(console: Console) -> tuple[Texts, ...]:
+    """Have each model, and then the three merged into one, continue the same prompts."""
     prompts = [example.prompt for example in SHOWN]
     screen = Screen(stderr=console.stderr, quiet=not console.is_terminal)
     with screen.status("merging"), one_blas_thread():
-        return tuple(Texts(name, tuple(load().write(prompts))) for name, load in models.items())
+        models = [Llama(MODELS / name, CONFIG) for name in MODEL_NAMES]
+        named = zip((*MODEL_NAMES, "merged"), (*models, FAVOURITE.load()), strict=True)
+        return tuple(Texts(name, tuple(model.write(prompts))) for name, model in named)
 
 
 def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> float:
@@ -216,28 +215,33 @@ def _mean_change(base: Mapping[str, Floats], tuned: Mapping[str, Floats]) -> flo
 
 def _conclusion(rows: Mapping[Key, Row]) -> str:
     """Say in words what the figures show."""
-    rate = FAVOURITE.drop_rate
     alone = fmean(rows["model", name, 0.0].correct(name).mean for name in TUNED)
     mean = {
         (combine, p): f"{row.mean.mean:.0f}%"
         for (kind, combine, p), row in rows.items()
         if kind == "merge"
     }
+    rate = FAVOURITE.drop_rate
+    found = (
+        f"It gets {mean['sum', rate]} of the answers right with {rate:.0%} of every change "
+        f"dropped; three separate models get {alone:.0f}%."
+    )
+    if ("ties", rate) not in mean:
+        return found
     return (
-        f"It gets {mean['sum', rate]} right with {rate:.0%} of every change dropped; three "
-        f"separate models get {alone:.0f}%. Here a plain sum does as well ({mean['sum', 0.0]}). "
+        f"{found} Here a plain sum does as well ({mean['sum', 0.0]}). "
         f"DARE rescues TIES: {mean['ties', 0.0]} without it, "
         f"{mean['ties', rate]} with it; so does trimming ({mean['trim+ties', 0.0]})."
     )
 
 
 def _keep(output: Path, extent: Extent, curves: Sequence[Curve]) -> str | None:
-    """Leave merged models and the picture in a folder; return the picture's file."""
-    for combine in DROPPED:
-        for rate in (0.0, *extent.table_rates):
+    """Leave merged models, and the picture if it was asked for; return the picture's file."""
+    for combine, rate in extent.merges:
+        if combine in DROPPED and rate in TABLE_RATES:
             merge = DemoMerge(combine, rate, scale_for(combine, rate), FIRST_SEED)
             merge.carry_out(output / (merge.method + (f"-{rate:g}" if rate else "")))
-    if find_spec("matplotlib") is None:
+    if not curves or find_spec("matplotlib") is None:
         return None
     file = output / PICTURE
     draw_curves(curves, extent, file)
@@ -253,19 +257,12 @@ MARKS = ("o", "s", "^", "D")
 
 
 def opening(parameters: int, changes: Mapping[str, float], writings: Sequence[Texts]) -> Document:
-    """Return the models, their tasks, and what each writes, right answers marked."""
+    """Return the models, their tasks, and what each and their merge write, right answers marked."""
     tasks = [
         (task.name, f"{task.title}: {''.join(example)} (mean |δ| {changes[task.name]:.4f})")
         for task, example in zip(TASKS, SHOWN, strict=True)
     ]
-    lead = f"fine-tunes of one base: {parameters:,} parameters, trained on the Bible and exercises"
-    return answered(writings, "Three models become one", lead, tuple(tasks))
-
-
-def answered(
-    writings: Sequence[Texts], title: str, lead: str, facts: tuple[tuple[str, str], ...] = ()
-) -> Document:
-    """Return a document with what models write."""
+    how = f"by {FAVOURITE.method}, with {FAVOURITE.drop_rate:.0%} of every change dropped"
     answers = [
         tuple(_shown(text, example) for text, example in zip(writing.texts, SHOWN, strict=True))
         for writing in writings
@@ -276,8 +273,13 @@ def answered(
         title="Answers to three held-out prompts (✓ is right)",
         tones={cell: Tone.GOOD for cells in answers for cell in cells if cell.endswith("✓")},
     )
-    sections = (Section("writings", "Answers", (table,), is_brief=True),)
-    return Document(title=title, kind="demonstration", lead=lead, facts=facts, sections=sections)
+    return Document(
+        title="Three models become one",
+        kind="demonstration",
+        lead=f"fine-tunes of one base with {parameters:,} parameters",
+        facts=(*tasks, ("merged", how)),
+        sections=(Section("writings", "Answers", (table,), is_brief=True),),
+    )
 
 
 def _shown(text: str, example: Exercise) -> str:
@@ -285,19 +287,7 @@ def _shown(text: str, example: Exercise) -> str:
     return f"{printed} ✓" if text == example.answer else printed
 
 
-def first_scores(rows: Iterable[Row], extent: Extent, left: int) -> Document:
-    """Return what is known after a few seconds."""
-    counts = {task.name: len(task.examples("test", extent.prompts)) for task in TASKS}
-    table = score_table(rows, counts, extent.seeds)
-    return Document(
-        title="First scores",
-        kind="demonstration",
-        lead=f"{left} more merges are being scored, to compare methods and drop rates",
-        sections=(Section("scores", "Scores", (table,), is_brief=True),),
-    )
-
-
-def score_table(rows: Iterable[Row], prompts: Mapping[str, int], seeds: Sequence[int]) -> Table:
+def score_table(result: DemoResult) -> Table:
     """Return what models and merges can do."""
     columns: Columns = {
         "": lambda row: row.name,
@@ -306,16 +296,16 @@ def score_table(rows: Iterable[Row], prompts: Mapping[str, int], seeds: Sequence
         "mean >": lambda row: _percentage(row.mean),
         "English >": lambda row: f"{row.bits_per_byte.mean:.3f}",
     }
-    counts = ", ".join(f"{count} {task}" for task, count in prompts.items())
-    spread = f"± is over {len(seeds)} seeds. " if len(seeds) > 1 else ""
+    counts = ", ".join(f"{count} {task}" for task, count in result.prompts.items())
+    spread = f"± is over {len(result.seeds)} seeds. " if len(result.seeds) > 1 else ""
     return tabulate(
-        rows,
+        result.rows,
         columns,
         title="Right answers to held-out prompts, in %; English in bits per byte",
         hint=f"{spread}Prompts: {counts}. Scales were chosen on other prompts.",
         tones={
             _percentage(row.correct(task.name)): Tone.GOOD
-            for row in rows
+            for row in result.rows
             for task in TASKS
             if row.correct(task.name).mean >= GOOD
         },
@@ -323,34 +313,37 @@ def score_table(rows: Iterable[Row], prompts: Mapping[str, int], seeds: Sequence
 
 
 def outcome(result: DemoResult, conclusion: str) -> Document:
-    """Return what models and merges can do, and how dropping changes it."""
-    scores = score_table(result.rows, result.prompts, result.seeds)
-    points = list(zip(*(curve.points for curve in result.curves), strict=True))
-    rates = Table(
-        ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
-        tuple((f"{at[0][0]:g}", *(f"{figure.mean:.1f}" for _, figure in at)) for at in points),
-        title="Right answers over drop rates, in %; the bars show the first column",
-        bars=tuple(at[0][1].mean for at in points),
-        optional=(BARS,),
-    )
-    here = Path.cwd()
-    places = (p.relative_to(here) if p.is_relative_to(here) else p for p in (BASE, *TUNED.values()))
-    base, *tuned = (shlex.quote(str(path)) for path in places)
+    """Return what models and merges can do, how dropping changes it, and what to do next."""
+    parts: list[str | Table] = [conclusion, score_table(result)]
+    kept = [("kept in", result.output)] if result.output else []
     started = Path(sys.argv[0])  # `make demo` runs a program that is not on the path
-    program = started if started.name == "dare" and not shutil.which("dare") else "dare"
-    command = (
-        f"{program} {base} {' '.join(tuned)} --method {FAVOURITE.method} --drop-rate "
-        f"{FAVOURITE.drop_rate:g} --scale {FAVOURITE.scale:g} --output merged"
-    )
-    kept = [("merged models", result.output)] if result.output else []
-    picture = result.picture or f"needs matplotlib: {install_command('demo')}"
+    program = str(started) if started.name == "dare" and not shutil.which("dare") else "dare"
+    own = "BASE MODEL MODEL -o merged"
+    steps = {
+        "merge": f"{program} {own} --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g}",
+        "search": f"{program} search {own} --data EXAMPLES.jsonl",
+    }
+    if result.curves:
+        points = list(zip(*(curve.points for curve in result.curves), strict=True))
+        rates = Table(
+            ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
+            tuple((f"{at[0][0]:g}", *(f"{figure.mean:.1f}" for _, figure in at)) for at in points),
+            title="Right answers over drop rates, in %; the bars show the first column",
+            bars=tuple(at[0][1].mean for at in points),
+            optional=(BARS,),
+        )
+        parts.append(rates)
+        picture = result.picture or f"needs matplotlib: {install_command('demo')}"
+        kept += [("picture", picture)] if kept else []
+    else:
+        steps["more"] = f"{program} demo --full"
     return Document(
         title="One model now does three tasks",
         kind="demonstration",
         tone=Tone.GOOD,
-        sections=(Section("scores", "Scores", (conclusion, scores, rates), is_brief=True),),
-        facts=(*kept, *([("picture", picture)] if kept else [])),
-        steps={"repeat": command},
+        sections=(Section("scores", "Scores", tuple(parts), is_brief=True),),
+        facts=tuple(kept),
+        steps=steps,
     )
 
 
