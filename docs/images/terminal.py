@@ -1,7 +1,7 @@
 """Draw the demonstration in a terminal: `python docs/images/terminal.py`.
 
 Writes demo.svg, all that `dare demo` shows, writings.svg, what each model writes, and demo.png, the
-picture that `dare demo --output` draws.
+picture that `dare demo --full --output` draws.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     console = Console(io.StringIO(), width=66)
     print_document(console, opening(result.parameters, result.mean_change, result.writings))
     draw(console, "writings")
-    draw_curves(result.curves, FULL, HERE / PICTURE)
+    draw_curves(run_demo(Console(quiet=True), full=True).curves, FULL, HERE / PICTURE)
 
 
 def draw(console: Console, title: str) -> None:
