@@ -28,8 +28,8 @@ def main() -> None:
     console.print(("$", "bold green"), " dare demo\n")
     result = run_demo(console)
     draw(console, "dare demo")
-    console = Console(io.StringIO(), width=66)
-    print_document(console, opening(result.parameters, result.mean_change, result.writings))
+    console = Console(io.StringIO(), width=72)
+    print_document(console, opening(result.parameters, result.writings))
     draw(console, "writings")
     draw_curves(run_demo(Console(quiet=True), full=True).curves, FULL, HERE / PICTURE)
 

@@ -150,7 +150,7 @@ def test_nothing_is_wider_than_the_terminal(ran, width):
     )
     result = replace(ran[0], curves=(curve,) * 3, output=None)
     print_document(console, replace(story.outcome(result, ""), steps={}))
-    print_document(console, story.opening(1, ran[0].mean_change, [Texts("say", ("", "\0", "x"))]))
+    print_document(console, story.opening(1, [Texts("say", ("", "\0", "x"))]))
     lines = written.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.count("100.0") == 3 for line in lines)

@@ -174,7 +174,6 @@ class DemoResult:
     parameters: int
     prompts: Mapping[str, int]  # the number of held-out prompts that were scored, by task
     seeds: tuple[int, ...]
-    mean_change: Mapping[str, float]  # the mean |delta| of each fine-tune
     rows: tuple[Row, ...]
     curves: tuple[Curve, ...]
     writings: tuple[Texts, ...]
