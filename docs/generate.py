@@ -1,16 +1,16 @@
-"""The parts of the documentation that are made from the program itself, when the site is built.
+"""The parts of the documentation that are made from the program itself.
 
-A page says where such a part goes:
+A page says where such a part is:
 
     <!-- generated: methods -->
+    <!-- end -->
 
-so the page exists in the repository, with its introduction, and what follows is never out of date.
-Two pages are files of the repository's root: contributing.md and changelog.md. Notebooks and the
-static files that `dare playground --build` writes are added. What a stage costs was measured by
-bench/costs.py, and its picture drawn by make_method_pictures.py. The colours are those of the
-program's own pages.
-
-`python docs/generate.py methods` prints a part.
+`python docs/generate.py` writes the parts into the pages, so that the repository has them too, and
+a test holds them up to date. When the site is built, `<!-- drawn: dare -->` becomes the picture of
+a stage, pictures of our pages follow the theme, notebooks become pages, and the files that `dare
+playground --build` writes are added. Two pages are files of the repository's root: contributing.md
+and changelog.md. What a stage costs was measured by bench/costs.py, and its picture drawn by
+make_method_pictures.py. The colours are those of the program's own pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -57,7 +56,10 @@ RESULT_FROM, HEAD = 336, 20
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 NOTEBOOKS = ("examples/merge.ipynb",)
 
-_MARK = re.compile(r"<!-- generated: (\w+) -->")
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
+_DRAWN = re.compile(r"<!-- drawn: (\w+) -->")
+_SHOT = re.compile(r"(!\[[^\]]*\]\([^)]*-)light(-\w+\.png)\)")
+"""A picture of a page, which there is in dark colours too."""
 
 
 # ---------------------------------------------------------------- mkdocs
@@ -74,7 +76,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = text.replace(f"]({its_source}", f"]({other}")
         files.append(File.generated(config, name, content=text))
     for source in NOTEBOOKS:
-        files.append(File.generated(config, source, content=(ROOT / source).read_text("utf-8")))
+        text = (ROOT / source).read_text("utf-8")
+        files.append(File.generated(config, source, content=text))
+        page = source.replace(".ipynb", ".md")
+        files.append(File.generated(config, page, content=notebook(json.loads(text)["cells"])))
     for name, content in page_assets(is_server=False).items():
         files.append(File.generated(config, f"playground/{name}", content=content()))
     files.append(File.generated(config, "colours.css", content=style_sheet()))
@@ -82,8 +87,34 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_page: Any) -> str:
-    """Put the generated parts in their places."""
-    return _MARK.sub(lambda mark: PARTS[mark.group(1)](), markdown)
+    """Draw the stages, and let pictures of pages follow the theme."""
+    markdown = _SHOT.sub(r"\1light\2#only-light) \1dark\2#only-dark)", markdown)
+    return _DRAWN.sub(lambda mark: drawn(mark.group(1)), markdown)
+
+
+def drawn(name: str) -> str:
+    """A stage's picture, or the gallery of all."""
+    return gallery() if name == "gallery" else picture(STAGES[name])
+
+
+def fill(page: str) -> str:
+    """A page with its generated parts as they are now."""
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", page)
+
+
+def notebook(cells: Iterable[Mapping[str, Any]]) -> str:
+    """A notebook as a page: its texts, its code, and what that showed."""
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text")})
+            kind = min(data, key=("text/html", "image/svg+xml", "text/plain").index)
+            shown = "".join(data[kind])
+            is_text = kind == "text/plain"
+            parts.append(f"```text\n{shown}\n```" if is_text else f"<div>{shown}</div>")
+    return "\n\n".join(parts)
 
 
 def style_sheet() -> str:
@@ -141,9 +172,9 @@ def gallery() -> str:
 
 def _result(stage: Stage) -> str:
     """The right side of a stage's picture, for one who is told its name beside it."""
-    drawn = re.sub(r"<title>.*?</title>\s*", "", picture(stage), flags=re.S)
-    drawn = drawn.replace('role="img"', 'aria-hidden="true"', 1)
-    return re.sub(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', _crop, drawn)
+    shown = re.sub(r"<title>.*?</title>\s*", "", picture(stage), flags=re.S)
+    shown = shown.replace('role="img"', 'aria-hidden="true"', 1)
+    return re.sub(r'viewBox="0 0 (\d+) (\d+)" width="\d+" height="\d+"', _crop, shown)
 
 
 def _crop(found: re.Match[str]) -> str:
@@ -187,7 +218,8 @@ def flags() -> str:
 
 
 def _stage(stage: Stage) -> str:
-    parts = [f"### {stage.name}", picture(stage), stage.documentation]
+    mark = f"<!-- drawn: {stage.name} -->" if picture(stage) else ""
+    parts = [f"### {stage.name}", mark, stage.documentation]
     facts = [cost(stage)]
     if stage.kind == "combine":
         facts.append(f"Weights: {_default_weight(stage)}.")
@@ -486,8 +518,8 @@ def errors() -> str:
     """The tree of exceptions, each with the first line of its docstring."""
     rows = list(_exceptions(DareError, ""))
     width = max(len(name) for name, _ in rows) + 2
-    drawn = "\n".join(f"{name:{width}}{meaning}".rstrip() for name, meaning in rows)
-    return f"```text\n{drawn}\n```"
+    tree = "\n".join(f"{name:{width}}{meaning}".rstrip() for name, meaning in rows)
+    return f"<!-- not run: a drawing -->\n```text\n{tree}\n```"
 
 
 def _exceptions(kind: type[DareError], before: str) -> Iterable[tuple[str, str]]:
@@ -531,7 +563,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "analysis": analysis,
     "errors": errors,
     "flags": flags,
-    "gallery": gallery,
     "habits": habits,
     "methods": methods,
     "names": names,
@@ -543,5 +574,5 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
-        sys.stdout.write(PARTS[part]() + "\n")
+    for path in (ROOT / "docs").rglob("*.md"):
+        path.write_text(fill(path.read_text("utf-8")), "utf-8")

@@ -80,6 +80,12 @@ def test_methods_has_every_stage_alias_and_parameter(generate: ModuleType) -> No
         assert f"| `{alias}` | `{method}` |" in text
 
 
+def test_generated_parts_are_up_to_date(generate: ModuleType) -> None:
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text("utf-8")
+        assert generate.fill(text) == text, f"{path.name}: run `python docs/generate.py`"
+
+
 def test_gallery_leads_to_every_stage(generate: ModuleType) -> None:
     found = re.findall(r'href="#(\w+)"', generate.gallery())
     assert sorted(found) == sorted(OURS)
