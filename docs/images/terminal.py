@@ -28,7 +28,7 @@ def main() -> None:
     console.print(("$", "bold green"), " dare demo\n")
     result = run_demo(console)
     draw(console, "dare demo")
-    console = Console(io.StringIO(), width=72)
+    console = Console(io.StringIO(), width=76)
     print_document(console, opening(result.parameters, result.writings))
     draw(console, "writings")
     draw_curves(run_demo(Console(quiet=True), full=True).curves, FULL, HERE / PICTURE)
