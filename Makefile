@@ -83,7 +83,7 @@ $(VENV)/dev-ready: $(VENV)/ready requirements-dev.txt requirements-models.txt co
 
 # The site needs nothing else of what tests need.
 $(VENV)/docs-ready: $(VENV)/ready requirements-dev.txt | $(VENV)/core-ready
-	$(BIN)/python $(PIP) --editable '.[report]' $$(grep ^mkdocs requirements-dev.txt)
+	$(BIN)/python $(PIP) --editable '.[report]' $$(grep -E '^(mkdocs|ruff)' requirements-dev.txt)
 	touch $@
 
 $(VENV)/tools-ready: $(VENV)/dev-ready requirements-tools.txt
