@@ -6,11 +6,12 @@ A page says where such a part is:
     <!-- end -->
 
 `python docs/generate.py` writes the parts into the pages, so that the repository has them too, and
-a test holds them up to date. When the site is built, `<!-- drawn: dare -->` becomes the picture of
-a stage, pictures of our pages follow the theme, notebooks become pages, and the files that `dare
-playground --build` writes are added. Two pages are files of the repository's root: contributing.md
-and changelog.md. What a stage costs was measured by bench/costs.py, and its picture drawn by
-make_method_pictures.py. The colours are those of the program's own pages.
+a test holds them up to date. When the site is built, pictures of stages become part of the page,
+with a gallery of them at `<!-- gallery -->`; pictures of our pages follow the theme, notebooks
+become pages, and the files that `dare playground --build` writes are added. Two pages are files of
+the repository's root: contributing.md and changelog.md. What a stage costs was measured by
+bench/costs.py, and its picture drawn by make_method_pictures.py. The colours are those of the
+program's own pages.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md
 NOTEBOOKS = ("examples/merge.ipynb",)
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
-_DRAWN = re.compile(r"<!-- drawn: (\w+) -->")
+_PICTURE = re.compile(r"!\[[^\]]*\]\(images/methods/(\w+)\.svg\)")
+_GALLERY = "<!-- gallery -->"
 _SHOT = re.compile(r"(!\[[^\]]*\]\([^)]*-)light(-\w+\.png)\)")
 """A picture of a page, which there is in dark colours too."""
 
@@ -89,12 +91,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, **_page: Any) -> str:
     """Draw the stages, and let pictures of pages follow the theme."""
     markdown = _SHOT.sub(r"\1light\2#only-light) \1dark\2#only-dark)", markdown)
-    return _DRAWN.sub(lambda mark: drawn(mark.group(1)), markdown)
-
-
-def drawn(name: str) -> str:
-    """A stage's picture, or the gallery of all."""
-    return gallery() if name == "gallery" else picture(STAGES[name])
+    markdown = _PICTURE.sub(lambda found: picture(STAGES[found[1]]), markdown)
+    return markdown.replace(_GALLERY, gallery()) if _GALLERY in markdown else markdown
 
 
 def fill(page: str) -> str:
@@ -218,8 +216,8 @@ def flags() -> str:
 
 
 def _stage(stage: Stage) -> str:
-    mark = f"<!-- drawn: {stage.name} -->" if picture(stage) else ""
-    parts = [f"### {stage.name}", mark, stage.documentation]
+    image = f"![What {stage.name} makes of three deltas](images/methods/{stage.name}.svg)"
+    parts = [f"### {stage.name}", image if picture(stage) else "", stage.documentation]
     facts = [cost(stage)]
     if stage.kind == "combine":
         facts.append(f"Weights: {_default_weight(stage)}.")
@@ -238,7 +236,8 @@ def _stage(stage: Stage) -> str:
 def picture(stage: Stage) -> str:
     """The picture of a stage, as a part of the page."""
     file = ROOT / "docs/images/methods" / f"{stage.name}.svg"
-    return file.read_text("utf-8").strip() if file.is_file() else ""
+    text = file.read_text("utf-8").strip() if file.is_file() else ""
+    return re.sub(r"<style>.*?</style>\n", "", text)  # a page has its own colours
 
 
 def cost(stage: Stage) -> str:

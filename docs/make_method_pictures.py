@@ -126,6 +126,7 @@ def draw(stage: Stage) -> str:
             f'width="{WIDTH}" height="{height}" style="max-width:100%;height:auto" '
             'font-family="inherit" font-size="12" fill="currentColor">',
             f"<title>{escape(title)}</title>",
+            "<style>@media(prefers-color-scheme:dark){:root{color:#e9e9e5}}</style>",
             *parts,
             "</svg>\n",
         ]
