@@ -111,7 +111,9 @@ def notebook(cells: Iterable[Mapping[str, Any]]) -> str:
             kind = min(data, key=("text/html", "image/svg+xml", "text/plain").index)
             shown = "".join(data[kind])
             is_text = kind == "text/plain"
-            parts.append(f"```text\n{shown}\n```" if is_text else f"<div>{shown}</div>")
+            parts.append(
+                f"```text\n{shown}\n```" if is_text else f'<div class="shown">{shown}</div>'
+            )
     return "\n\n".join(parts)
 
 
@@ -119,6 +121,12 @@ def style_sheet() -> str:
     """The theme's variables in the colours of the program's own pages, and the gallery."""
     schemes = {"default": THEMES["light"], "slate": THEMES["dark"]}
     rules = [_scheme(name, theme.colours) for name, theme in schemes.items()]
+    light, dark = ((*theme.models, *theme.colours.values()) for theme in schemes.values())
+    rules += [  # of figures in notebooks
+        f'[data-md-color-scheme="slate"] .shown [{part}="{old}"]{{{part}:{new}}}'
+        for old, new in zip(light, dark, strict=True)
+        for part in ("fill", "stroke")
+    ]
     return "\n".join([*rules, (ROOT / "docs/gallery.css").read_text("utf-8")])
 
 

@@ -30,6 +30,7 @@ FROM_ELSEWHERE = {
 }
 """Pages of the site that are made from other files."""
 
+
 def links(page: Path) -> list[str]:
     """The targets of all links and pictures that are not on another server."""
     found = []

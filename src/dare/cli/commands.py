@@ -357,7 +357,7 @@ def demo(
 ) -> int:
     """Run the demonstration.
 
-    :param full: Also compare methods and drop rates: 105 more merges, in a minute or two.
+    :param full: Also compare methods and drop rates: 109 merges, in a minute or two.
     :param models: Only write the models here: 15 MB.
     """
     if models is not None:
