@@ -22,10 +22,9 @@ from interposing import Attack, Outcome, Warm
 from ml_dtypes import float8_e4m3fn
 from peft_models import pair, write_adapter
 from power import Contents, played, read_log
-from tiny_models import config, make_directory, weights
+from tiny_models import config, make_directory, parts_of, weights
 from watching import Call
 
-from dare.inputs.gguf import FAMILIES
 from helpers import save, sha256
 
 Attacked = TypeVar("Attacked")
@@ -142,7 +141,7 @@ def make_inputs(folder: Path) -> None:
         save(folder / name / "model.safetensors", moved(small, number))
         write_sidecars(folder / name)
     for number in range(2):
-        plain = moved(weights(FAMILIES["llama"].parts.values()), number)
+        plain = moved(weights(parts_of("llama")), number)
         make_directory(folder / f"gguf-{number}", plain, config("llama"))
         codes = {name: values.astype(float8_e4m3fn) for name, values in plain.items()}
         scales = {f"{name}_scale_inv": np.ones(1, np.float32) for name in plain}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tiny_models import (
     BY_WORDS,
     BYTES,
     DIGITS,
+    EXPERTS,
     HEAD,
     HEADS,
     KEY_HEADS,
@@ -26,6 +28,7 @@ from tiny_models import (
     byte_tokenizer,
     config,
     make_directory,
+    parts_of,
     piece_tokenizer,
     split,
     weights,
@@ -41,7 +44,8 @@ from helpers import read_tensor, save
 
 gguf = pytest.importorskip("gguf")
 Kind = gguf.GGMLQuantizationType
-LLAMA = FAMILIES["llama"].parts.values()
+LLAMA = parts_of("llama")
+WRITTEN = sorted({*MODEL_TYPES, *FAMILIES} - {*MODEL_TYPES.values(), "gemma4"} | {"llama"})
 
 
 def merge(folder, output, **settings):
@@ -53,8 +57,7 @@ def merge(folder, output, **settings):
 
 def make_pair(folder, model_type, dtype=np.float32, **more):
     """A base and a model that differs from it a little."""
-    parts = FAMILIES[MODEL_TYPES.get(model_type, model_type)].parts.values()
-    base = weights(parts, dtype=dtype)
+    base = weights(parts_of(model_type), dtype=dtype)
     if model_type == "llama":
         rng = np.random.default_rng(1)
         for part, rows in (("q", HEADS * HEAD), ("k", KEY_HEADS * HEAD)):
@@ -94,7 +97,21 @@ def as_llama_cpp_has_it(name, values, architecture):
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-@pytest.mark.parametrize("model_type", sorted({*MODEL_TYPES, *FAMILIES} - {"gemma3"}))
+def as_stacks(tensors):
+    """Tensors with those of all experts in one, under the names that llama.cpp's converter uses."""
+    stacks, rest = {}, {}
+    for name, values in tensors.items():
+        if expert := re.search(r"\.experts\.(\d+)\.", name):
+            name = name.replace(expert[0], ".experts.")
+            if "block_sparse_moe" in name:
+                name = name.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            stacks.setdefault(name, {})[int(expert[1])] = values
+        else:
+            rest[name] = values
+    return rest | {name: np.stack([own[n] for n in range(EXPERTS)]) for name, own in stacks.items()}
+
+
+@pytest.mark.parametrize("model_type", WRITTEN)
 def test_every_architecture_is_as_llama_cpp_has_it_and_comes_back(tmp_path, model_type):
     folder = make_pair(tmp_path, model_type)
     merge(folder, "out.gguf", dtype="F32")
@@ -105,10 +122,13 @@ def test_every_architecture_is_as_llama_cpp_has_it_and_comes_back(tmp_path, mode
     names = gguf.get_tensor_name_map(arch, LAYERS)
     stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(folder / "out.gguf").tensors}
     one = np.float32(1 if architecture.startswith("gemma") else 0)
-    assert len(stored) == len(expected)
-    for name, values in expected.items():
+    stacked = as_stacks(expected)
+    assert len(stored) == len(stacked)
+    for name, values in stacked.items():
         theirs = stored[names.get_name(name, (".weight", ".bias"))]
-        assert theirs.tobytes() == as_llama_cpp_has_it(name, values, architecture).tobytes(), name
+        made = as_llama_cpp_has_it(name, values, architecture)
+        assert (theirs.shape, theirs.tobytes()) == (made.shape, made.tobytes()), name
+    for name, values in expected.items():
         shifted = (values + one) - one if name.endswith("norm.weight") else values
         assert found[name].tobytes() == shifted.tobytes(), name
 
@@ -248,6 +268,34 @@ def test_what_llama_cpp_computes_is_copied_back(tmp_path):
         np.testing.assert_allclose(found["rope_freqs.weight"], factors, rtol=1e-6)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
+def test_stacks_of_experts_are_written_again(tmp_path, model_type):
+    folder = make_pair(tmp_path, model_type)
+    for name in ("base", "tuned"):
+        alone = {"base": folder / name, "models": [], "method": "passthrough", "dtype": "Q8_0"}
+        dare.merge(alone, output=folder / f"{name}.gguf", verbose=False)
+    files = {"base": folder / "base.gguf", "models": [folder / "tuned.gguf"]}
+    dare.merge(**files, output=folder / "out.gguf", method="linear", verbose=False)
+    tuned, out = (
+        {t.name: (t.tensor_type, t.data) for t in gguf.GGUFReader(folder / f"{name}.gguf").tensors}
+        for name in ("tuned", "out")
+    )
+    assert tuned["blk.1.ffn_down_exps.weight"][1].shape[0] == EXPERTS
+    assert tuned["blk.1.ffn_gate_inp.weight"][0] == Kind.F32  # as in llama.cpp
+    assert {name: (kind, data.shape) for name, (kind, data) in out.items()} == {
+        name: (kind, data.shape) for name, (kind, data) in tuned.items()
+    }
+    read = {name: read_back(folder / f"{name}.gguf") for name in ("tuned", "out")}
+    for name, values in read["tuned"].items():  # base + (tuned - base), quantised again
+        np.testing.assert_allclose(read["out"][name], values, rtol=1e-2, atol=2e-2)
+
+
+def test_a_missing_expert_is_refused(tmp_path):
+    folder = make_pair(tmp_path, "mixtral", num_local_experts=EXPERTS + 1)
+    with pytest.raises(InputError, match=r"3 of 4 experts for blk\.0\.ffn_\w+_exps\.weight"):
+        merge(folder, "out.gguf")
+
+
 # ---------------------------------------------------------------- keys
 
 
@@ -366,10 +414,21 @@ def test_hostile_configurations_are_refused_or_understood(key, value, model_type
         writing._packed(keys)
 
 
+FACTORS = {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.5, 2.0, 2.5]}
+ORIGINAL = "original_max_position_embeddings"
+
+
 @pytest.mark.parametrize(
     ("model_type", "more", "fault"),
     [
-        ("phi3", {}, "phi3"),
+        ("gemma4_text", {}, "gemma4_text"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("phi3", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "phi3"),
+        ("phi3", {"rope_scaling": {"type": "su", **FACTORS}, ORIGINAL: 0}, "phi3"),
+        ("phi3", {"rope_scaling": {"type": "su", **FACTORS, "long_factor": [1]}}, "phi3"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "dynamic"),
         ("qwen2", {"rope_parameters": {"rope_type": "llama3"}}, "llama3"),
         ("qwen2", {"hidden_act": "relu"}, "relu"),
@@ -385,6 +444,31 @@ def test_hostile_configurations_are_refused_or_understood(key, value, model_type
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(model_type, more, fault):
     with pytest.raises(InputError, match=fault):
         model_keys(config(model_type, **more))
+
+
+def test_long_positions_of_phi3():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **FACTORS}
+    found, tensors = model_keys(config("phi3", rope_parameters=rope, **{ORIGINAL: 32}))
+    keys = {"dimension_count": 8, "scaling.original_context_length": 32, "freq_base": 1e4}
+    assert {key: found[f"phi3.rope.{key}"] for key in keys} == keys
+    # sqrt(1 + ln(128 / 32) / ln(32)), as ln(4) / ln(32) = 2 / 5
+    assert found["phi3.rope.scaling.attn_factor"] == pytest.approx(math.sqrt(1.4))
+    assert found["phi3.attention.sliding_window"] == 16
+    assert {name: values.tolist() for name, values in tensors.items()} == {
+        "rope_factors_long.weight": FACTORS["long_factor"],
+        "rope_factors_short.weight": FACTORS["short_factor"],
+    }
+    half = {**rope, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    assert model_keys(config("phi3", rope_parameters=half))[0]["phi3.rope.dimension_count"] == 4
+
+
+@pytest.mark.parametrize("name", ["num_local_experts", "num_experts"])
+def test_keys_of_experts(name):
+    given = {"num_local_experts": None, "num_experts": None, name: EXPERTS}
+    found, _ = model_keys(config("qwen2_moe", **given))
+    counts = {"count": 3, "used_count": 2, "feed_forward_length": 24}
+    counts["shared_feed_forward_length"] = 40
+    assert {key: found[f"qwen2moe.expert_{key}"] for key in counts} == counts
 
 
 def test_scaled_positions():

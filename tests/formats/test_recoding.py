@@ -8,12 +8,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import config, make_directory, weights
+from tiny_models import config, make_directory, parts_of, weights
 
 import dare
 from dare.errors import ExistsError, OutputError, RecipeError, VerificationError
 from dare.formats.gguf import GgufRecoding
-from dare.inputs.gguf import FAMILIES
 from helpers import flip_bit, listing
 
 pytest.importorskip("gguf")
@@ -22,7 +21,7 @@ pytest.importorskip("gguf")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    base = weights(FAMILIES["qwen2"].parts.values())
+    base = weights(parts_of("qwen2"))
     make_directory(folder / "base", base, config("qwen2"))
     tuned = {name: own + own * 0.01 for name, own in base.items()}
     make_directory(folder / "tuned", tuned, config("qwen2"))

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from dare.inputs.gguf import FAMILIES
 from helpers import save
 
 HEADS, KEY_HEADS, HEAD, WIDTH, LAYERS, ROWS = 4, 2, 8, 32, 2, 12
+EXPERTS = 3
 SHAPES = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH),
     "self_attn.k_proj": (KEY_HEADS * HEAD, WIDTH),
@@ -21,9 +23,40 @@ SHAPES = {
     "mlp.down_proj": (WIDTH, 40),  # no whole blocks of Q8_0
     "self_attn.q_norm": (HEAD,),
     "self_attn.k_norm": (HEAD,),
+    "self_attn.qkv_proj": ((HEADS + 2 * KEY_HEADS) * HEAD, WIDTH),
+    "mlp.gate_up_proj": (80, WIDTH),
+    "block_sparse_moe.gate": (EXPERTS, WIDTH),
+    "block_sparse_moe.experts.*.w1": (24, WIDTH),
+    "block_sparse_moe.experts.*.w2": (WIDTH, 24),
+    "block_sparse_moe.experts.*.w3": (24, WIDTH),
+    "mlp.gate": (EXPERTS, WIDTH),
+    "mlp.experts.*.gate_proj": (24, WIDTH),
+    "mlp.experts.*.up_proj": (24, WIDTH),
+    "mlp.experts.*.down_proj": (WIDTH, 24),
+    "mlp.shared_expert_gate": (1, WIDTH),
+    "mlp.shared_expert.gate_proj": (40, WIDTH),
+    "mlp.shared_expert.up_proj": (40, WIDTH),
+    "mlp.shared_expert.down_proj": (WIDTH, 40),
 }
-MODEL_TYPES = {"mistral": "llama", "gemma3_text": "gemma3"}
+MODEL_TYPES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
 PIECES = ["<unk>", "<s>", "</s>", "<0x0A>", "a", "b", "▁", "ab", "▁a", "▁ab"]
+
+
+def parts_of(model_type: str) -> list[str]:
+    """The parts of a layer: where GGUF has several forms of one, those that the models have."""
+    parts = FAMILIES[MODEL_TYPES.get(model_type, model_type)].parts.values()
+    others: tuple[str, ...] = ("block_sparse_moe",)
+    if model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        others = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    if model_type == "phi3":
+        others = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
+    return [part for part in parts if not part.startswith(others)]
 
 
 def weights(parts: Any, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -32,7 +65,9 @@ def weights(parts: Any, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.
     shapes = {"model.embed_tokens.weight": (ROWS, WIDTH), "model.norm.weight": (WIDTH,)}
     for layer in range(LAYERS):
         for part in parts:
-            shapes[f"model.layers.{layer}.{part}.weight"] = SHAPES.get(part, (WIDTH,))
+            for number in range(EXPERTS if "*" in part else 1):
+                name = part.replace("*", str(number))
+                shapes[f"model.layers.{layer}.{name}.weight"] = SHAPES.get(part, (WIDTH,))
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
 
 
@@ -52,6 +87,12 @@ def config(model_type: str, **more: Any) -> dict[str, Any]:
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "num_experts_per_tok": 2,
+        "num_local_experts" if model_type == "mixtral" else "num_experts": EXPERTS,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": model_type == "qwen3_moe",
         **more,
     }
 

@@ -99,7 +99,7 @@ def test_values_computed_by_hand(tmp_path):
 @pytest.mark.parametrize("kind", WITHOUT_DEQUANTISER, ids=lambda kind: kind.name)
 def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path, kind):
     path = write_gguf(tmp_path / "m.gguf", {"t": (random_blocks(kind), kind)})
-    with pytest.raises(InputError, match=rf"m.gguf: t is of type {kind.name}, which the gguf pack"):
+    with pytest.raises(InputError, match=rf"m.gguf: t is of type {kind.name}, .*F32, .*IQ4_XS"):
         GgufSource(path)
 
 
@@ -156,7 +156,7 @@ def test_interleaved_rows_by_hand(tmp_path):
 
 
 NORM = "model.layers.0.post_attention_layernorm.weight"
-EXPERTS, QUERY = "blk.0.ffn_gate_exps.weight", "blk.0.attn_q.weight"
+EXPERTS, QUERY = "blk.0.ffn_gate_chexps.weight", "blk.0.attn_q.weight"
 
 
 @pytest.mark.parametrize(
@@ -298,6 +298,11 @@ def array(kind: int, count: int, raw: bytes = b"") -> bytes:
     return struct.pack("<IQ", kind, count) + raw
 
 
+def stacked(*dims: int) -> bytes:
+    named = pair("general.architecture", 8, text("qwen3moe"))
+    return header([tensor("blk.0.ffn_up_exps.weight", dims)], [named])
+
+
 HOSTILE = {
     "empty": (b"", r"begins with only 0 bytes, not b'GGUF'"),
     "another format": (b"PK\3\4" * 10, r"not a GGUF file: it begins with b'PK"),
@@ -320,7 +325,9 @@ HOSTILE = {
     "offset": (file_of(header([tensor(offset=64)])), r"t ends at byte 144 of"),
     "overlap": (file_of(header([tensor(), tensor("u", offset=8)])), r"u overlaps t"),
     "same place": (file_of(header([tensor(), tensor("u")])), r"(u overlaps t|t overlaps u)"),
-    "unknown type": (file_of(header([tensor(kind=999)])), r"type 999; .*gguf"),
+    "unknown type": (file_of(header([tensor(kind=999)])), r"type 999; .*Q4_K, .*gguf"),
+    "no stack": (file_of(stacked(2, 2)), r"ffn_up_exps.weight is 2×2, not a stack of experts"),
+    "many experts": (file_of(stacked(1, 0, HUGE)), r"0×1, not a stack"),
     "broken block": (file_of(header([tensor(kind=8)])), r"rows of 4 elements, and Q8_0 comes in"),
     **{
         f"alignment {number}": (
@@ -342,6 +349,13 @@ def test_a_hostile_header_is_refused_at_once(tmp_path, case):
         GgufSource(path)
     assert time.process_time() - begun < 1
     assert str(path) in str(caught.value)
+
+
+def test_experts_are_no_more_tensors_than_a_file_may_have(tmp_path, monkeypatch):
+    monkeypatch.setattr("dare.inputs.gguf.MAX_TENSORS", 5)
+    (tmp_path / "m.gguf").write_bytes(file_of(stacked(1, 1, 6)))
+    with pytest.raises(HeaderError, match="more than 5 tensors, with blk.0.ffn_up_exps.weight"):
+        GgufSource(tmp_path / "m.gguf")
 
 
 def test_a_header_is_believed_no_further_than_its_limit(tmp_path):

@@ -42,6 +42,7 @@ from dare.inputs.gguf import (
     Family,
     GgufSource,
     Stored,
+    expert_of,
     gguf_name,
     import_gguf,
     with_changes,
@@ -55,11 +56,13 @@ FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7}  # what may be asked fo
 # Bits of the smallest magnitude whose scale is infinite in F16: 65520 times the largest code.
 OVERFLOW_BITS = {"Q4_0": 0x48FFF000, "Q5_0": 0x497FF000, "Q8_0": 0x4AFDF020}
 MAX_COPIED_ELEMENTS = 1 << 16  # elements of a tensor that is no weights
+ALWAYS_F32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.")  # in the names of matrices that choose
 LAST_TENSOR = "output_norm.weight"  # every model has it; what is no weights is written with it
 DROPPED_KEYS = ("split.", "quantize.", "general.alignment", "general.size_label")
 VALUE_CODES: dict[type, tuple[int, str]] = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
 CONVERTER = "write a directory, and use convert_hf_to_gguf.py from llama.cpp"
 MAX_COUNT = 1 << 22  # of anything that is counted in a configuration, but positions
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 NEVER_MERGED = -1e6  # a score
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
@@ -95,19 +98,43 @@ class GgufRecoding(Recoding):
         if found is None:
             return []
         others = self.copied.items() if found.name == LAST_TENSOR else ()
+        number = self._expert(tensor[0])
+        if number:
+            return []  # it lies in the stack that the first one makes
+        stack = () if number is None else (self._expert_count,)
         return [
-            (found.name, _storage_type(found), found.shape),
+            (found.name, _storage_type(found), (*stack, *found.shape)),
             *((name, STORAGE_TYPES["F32"], values.shape) for name, values in others),
         ]
 
     def _name(self, name: str) -> str:
         return (gguf_name(name, self.family) if self.family else None) or name
 
+    def _expert(self, name: str) -> int | None:
+        """Return the place of a tensor in a stack of experts, if it has one."""
+        return expert_of(name) if self._name(name) != name else None
+
+    @property
+    def _expert_count(self) -> int:
+        return int(self.metadata.get(f"{self.metadata['general.architecture']}.expert_count", 0))
+
+    def checked(self, names: Iterable[str]) -> Self:
+        """Return itself, if the model has all experts of the layers that have any."""
+        stacks: dict[str, set[int]] = {}
+        for name in names:
+            if (number := self._expert(name)) is not None:
+                stacks.setdefault(self._name(name), set()).add(number)
+        for stack, numbers in stacks.items():
+            if numbers != set(range(self._expert_count)):
+                what = f"{len(numbers)} of {self._expert_count} experts for {stack}"
+                raise InputError(f"{self.output}: {what}; {CONVERTER}")
+        return self
+
     def _kind(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the type of a tensor of weights in the file; vectors are F32, as in llama.cpp."""
         if self.asked is None and name in self.own:
             return str(self.own[name].kind.name)
-        if len(shape) < 2 or self.asked is None:
+        if len(shape) < 2 or self.asked is None or any(part in name for part in ALWAYS_F32):
             return "F32"
         return "F16" if self.asked == "Q8_0" and shape[-1] % 32 else self.asked
 
@@ -142,6 +169,7 @@ class GgufRecoding(Recoding):
         if found is None:
             return None
         unit = _unit_elements(found)
+        begin = (self._expert(tensor[0]) or 0) * found.nbytes
         for start, raw in read(max(1, PIECE_ELEMENTS // unit) * unit):
             if not start and found.name == LAST_TENSOR:
                 for name, values in self.copied.items():
@@ -153,7 +181,8 @@ class GgufRecoding(Recoding):
                 raw = raw - np.float32(found.shift)  # noqa: PLW2901
             if found.kind.name not in AS_STORED:
                 raw = _quantise(found, decoded(raw), meter)  # noqa: PLW2901
-            put(found.name, start // found.block_elements * found.block_bytes, raw.view(np.uint8))
+            place = begin + start // found.block_elements * found.block_bytes
+            put(found.name, place, raw.view(np.uint8))
         return None if found.kind.name in AS_STORED else meter
 
     def build_header(
@@ -241,7 +270,7 @@ def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
     while isinstance(source, SourceView):
         source = source.inner
     if isinstance(source, GgufSource):
-        return _from_gguf(recipe.output, recipe, source)
+        return _from_gguf(recipe.output, recipe, source).checked(inputs[0].tensors)
     if source.folder is None or not (config := read_config(source.folder)):
         raise InputError(
             f"{recipe.output}: GGUF needs a configuration and a tokenizer; give the base as a "
@@ -252,7 +281,7 @@ def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
     asked = recipe.dtype or ("BF16" if kind is STORAGE_TYPES["BF16"] else "F16")
     family, pairs = FAMILIES[metadata["general.architecture"]], _general(recipe, asked, {asked})
     given = recipe.output, f"GGUF ({asked})", asked, metadata, family, pairs, copied
-    return GgufRecoding(*given, ties=inputs[0].ties)
+    return GgufRecoding(*given, ties=inputs[0].ties).checked(inputs[0].tensors)
 
 
 def _general(recipe: Recipe, asked: str | None, kinds: set[str]) -> dict[str, bytes]:
@@ -305,7 +334,8 @@ def model_keys(config: Table) -> tuple[dict[str, Any], dict[str, NDArray[np.floa
     """Return the keys, and the tensors, that describe the architecture."""
     kind = str(config.get("model_type"))
     name = _TABLES["architectures"].get(kind, kind)
-    _refuse(None if name in FAMILIES else f"the model type {kind} (known: {', '.join(FAMILIES)})")
+    known = _TABLES["written"]
+    _refuse(None if name in known else f"the model type {kind} (known: {', '.join(known)})")
     try:
         found = dict(_numbers(name, config))
         rope, factors = _positions(name, config)
@@ -317,7 +347,8 @@ def model_keys(config: Table) -> tuple[dict[str, Any], dict[str, NDArray[np.floa
 
 
 def _numbers(name: str, config: Table) -> Iterator[tuple[str, Any]]:
-    given = [(key, own) for key, own in _TABLES["optional"].items() if config.get(own) is not None]
+    names = ((key, own) for key, several in _TABLES["optional"].items() for own in several)
+    given = [(key, own) for key, own in names if config.get(own) is not None]
     for key, own in (*_TABLES["needed"].items(), *given):
         number = int(config[own])
         if not 0 < number < (MAX_COUNT << 10 if key == "context_length" else MAX_COUNT):
@@ -326,6 +357,9 @@ def _numbers(name: str, config: Table) -> Iterator[tuple[str, Any]]:
     yield "attention.layer_norm_rms_epsilon", float(config["rms_norm_eps"])
     if name == "llama":
         yield "rope.dimension_count", _head_size(config)
+    if name == "phi3":
+        yield "rope.dimension_count", _rotated(config)
+        yield "attention.sliding_window", int(config.get("sliding_window") or 0)
     if name in _TABLES["full_every"]:
         yield "attention.sliding_window", int(config["sliding_window"])
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -337,12 +371,21 @@ def _head_size(config: Table) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
+def _rotated(config: Table) -> int:
+    """Return how many elements of a head of Phi-3 are rotated."""
+    share = (config.get("rope_parameters") or config).get("partial_rotary_factor") or 1
+    return int(share * config["hidden_size"]) // int(config["num_attention_heads"])
+
+
 def _unlike_llama_cpp(name: str, config: Table, keys: Table) -> str | None:
     """Say what llama.cpp assumes of an architecture that does not hold for this model."""
     every, layers = _TABLES["full_every"].get(name), keys["block_count"]
     if every is None:
         act = "silu" if name.startswith("gemma") else config.get("hidden_act", "silu")
-        return None if act == "silu" else f"hidden_act {act}"
+        assumed = _TABLES["assumed"].get(name, {}).items()
+        odd = [key for key, value in assumed if (config.get(key) or type(value)()) != value]
+        odd += [] if act == "silu" else ["hidden_act"]
+        return f"{odd[0]} {config.get(odd[0])}" if odd else None
     usual = [f"{'sliding' if n % every else 'full'}_attention" for n in range(1, layers + 1)]
     order = config.get("layer_types", usual), config.get("sliding_window_pattern", every)
     if order != (usual, every):
@@ -368,10 +411,19 @@ def _positions(name: str, config: Table) -> tuple[dict[str, Any], dict[str, NDAr
         numbers = {key: rope[own] for key, own in _TABLES["rope"].items() if rope.get(own)}
         found |= {"rope.scaling.type": kind, **{key: float(n) for key, n in numbers.items()}}
     if kind == "yarn":
-        length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        length = rope.get(ORIGINAL_LENGTH) or config["max_position_embeddings"]
         found["rope.scaling.original_context_length"] = int(length)
     if kind == "llama3" and name == "llama":
         return found, {"rope_freqs.weight": _factors(rope, theta, _head_size(config))}
+    if kind in ("longrope", "su") and name == "phi3":
+        longest, original = (int(config[k]) for k in ("max_position_embeddings", ORIGINAL_LENGTH))
+        usual = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(original))
+        found["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
+        found["rope.scaling.original_context_length"] = original
+        factors = {n: np.asarray(rope[f"{n}_factor"], np.float32) for n in ("long", "short")}
+        if any(values.shape != (_rotated(config) // 2,) for values in factors.values()):
+            raise ValueError("the factors are not one for each pair")
+        return found, {f"rope_factors_{n}.weight": values for n, values in factors.items()}
     _refuse(None if kind in ("default", "linear", "yarn") else f"rope_type {kind}")
     return found, {}
 
@@ -379,7 +431,7 @@ def _positions(name: str, config: Table) -> tuple[dict[str, Any], dict[str, NDAr
 def _factors(rope: Table, theta: float, size: int) -> NDArray[np.float32]:
     waves = 2 * math.pi * theta ** (np.arange(0, min(size, MAX_COUNT), 2) / size)
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    length = rope["original_max_position_embeddings"]
+    length = rope[ORIGINAL_LENGTH]
     smooth = np.clip((length / waves - low) / (high - low), 0, 1)
     return np.asarray(1 / ((1 - smooth) / factor + smooth), np.float32)
 

@@ -16,8 +16,9 @@ import math
 import re
 import struct
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -30,7 +31,7 @@ from dare.errors import HeaderError, InputError, install_command
 from dare.inputs.sources import InputFiles, Opening, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import as_stream
-from dare.tensors.header import MAX_TENSORS, TensorInfo, admit
+from dare.tensors.header import MAX_TENSORS, TensorInfo, admit, show_shape
 from dare.tensors.names import some_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262,144 tokens takes about 16 MB
 MAX_ARRAY_ITEMS = 1 << 21
 MAX_PAIRS = 1 << 16
+MAX_EXPERTS = 1 << 12
 MAX_DIMENSIONS = 4  # the limit of ggml
 DEFAULT_ALIGNMENT = 32
 PIECE_ELEMENTS = 1 << 16  # dequantised at once; with all intermediate values they fit a cache
@@ -92,22 +94,33 @@ class Stored:
 class Family:
     """The names of an architecture's tensors, and the converter's changes to them."""
 
-    parts: Mapping[str, str]
+    parts: Mapping[str, str]  # of a layer; `*` stands for the number of an expert
     interleaves_heads: bool = False
     norm_shift: float = 0.0  # added to the weights of norms, to undo the converter's change
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """The parts in GGUF, by those of a layer."""
+        return _inverse(self.parts)
+
+
+def _inverse(parts: Mapping[str, str]) -> dict[str, str]:
+    return {name: part for part, name in parts.items()}
 
 
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("gguf.toml").read_text("utf-8"))
 _OUTSIDE_LAYERS = _TABLES["outside_layers"]
+_OUTSIDE_NAMES = _inverse(_OUTSIDE_LAYERS)
 FAMILIES = {
     name: Family({k: v for part in table.pop("parts") for k, v in _TABLES[part].items()}, **table)
     for name, table in _TABLES["families"].items()
 }
 
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
-_HUGGING_FACE_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.]+)\.(weight|bias)", re.ASCII)
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([\w.]+)", re.ASCII)
+_HUGGING_FACE_NAME = re.compile(r"(?:model\.layers\.(\d+)\.)?([\w.*]+)", re.ASCII)
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9]\d{0,5})(?=\.)", re.ASCII)
 # Tensors that llama.cpp computes from the configuration; no Hugging Face model has them.
-NOT_WEIGHTS = ("rope_freqs.weight",)
+NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class GgufSource(InputFiles):
@@ -156,7 +169,8 @@ class GgufSource(InputFiles):
             if family and tensor.name in NOT_WEIGHTS:
                 self.left_out += (tensor,)
             elif family and name:
-                self._add(name, with_changes(tensor, family, self.metadata))
+                for own, part in _experts(name, with_changes(tensor, family, self.metadata)):
+                    self._add(own, part)
             else:
                 unknown.append(tensor.name)
                 self._add(tensor.name, tensor)
@@ -174,6 +188,8 @@ class GgufSource(InputFiles):
     def _add(self, name: str, tensor: Stored) -> None:
         if name in self.tensors:
             raise HeaderError(f"{self.path}: {name} occurs twice, the second time as {tensor.name}")
+        if len(self.tensors) == MAX_TENSORS:
+            raise HeaderError(f"{self.path}: more than {MAX_TENSORS} tensors, with {tensor.name}")
         self.stored[name] = tensor
         kind = STORAGE_TYPES["F32" if tensor.is_computed else tensor.kind.name]
         self.tensors[name] = TensorInfo(name, kind, tensor.shape, tensor.start)
@@ -248,6 +264,8 @@ def with_changes(tensor: Stored, family: Family, metadata: Metadata) -> Stored:
     if family.norm_shift and tensor.name.endswith("norm.weight"):
         return replace(tensor, shift=family.norm_shift)
     part = tensor.name.split(".")[-2]
+    if part == "ffn_gate_inp_shexp":
+        return replace(tensor, shape=(1, *tensor.shape[-1:]))  # older converters left out the 1
     if not family.interleaves_heads or part not in ("attn_q", "attn_k"):
         return tensor
     key = f"{metadata.get('general.architecture')}.attention.head_count"
@@ -261,6 +279,20 @@ def with_changes(tensor: Stored, family: Family, metadata: Metadata) -> Stored:
         what = f"{tensor.name} has {rows} rows, not {heads} heads of even size"
         raise HeaderError(f"{tensor.file}: {what}")
     return replace(tensor, head_rows=rows // heads)
+
+
+def _experts(name: str, tensor: Stored) -> Iterator[tuple[str, Stored]]:
+    """Yield the experts of a stack, which Hugging Face's files have one by one."""
+    if "*" not in name:
+        yield name, tensor
+        return
+    if len(tensor.shape) != 3 or tensor.shape[0] > MAX_EXPERTS:
+        what = f"{tensor.name} is {show_shape(tensor.shape)}, not a stack of experts"
+        raise HeaderError(f"{tensor.file}: {what}")
+    one = replace(tensor, shape=tensor.shape[1:])
+    for number in range(tensor.shape[0]):
+        begin = tensor.start + number * one.nbytes
+        yield name.replace("*", str(number)), replace(one, start=begin)
 
 
 def open_form(opening: Opening) -> GgufSource:
@@ -286,6 +318,8 @@ def hugging_face_name(name: str, family: Family) -> str | None:
 
     >>> hugging_face_name("blk.7.attn_q.weight", FAMILIES["llama"])
     'model.layers.7.self_attn.q_proj.weight'
+    >>> hugging_face_name("blk.0.ffn_up_exps.weight", FAMILIES["qwen3moe"])  # all of them
+    'model.layers.0.mlp.experts.*.up_proj.weight'
     """
     return _translate(_NAME.fullmatch(name), _OUTSIDE_LAYERS, family.parts, "model.layers")
 
@@ -295,21 +329,30 @@ def gguf_name(name: str, family: Family) -> str | None:
 
     >>> gguf_name("model.layers.7.self_attn.q_proj.weight", FAMILIES["llama"])
     'blk.7.attn_q.weight'
+    >>> gguf_name("model.layers.0.mlp.experts.3.up_proj.weight", FAMILIES["qwen3moe"])
+    'blk.0.ffn_up_exps.weight'
     """
-    outside, parts = (
-        {name: part for part, name in names.items()} for names in (_OUTSIDE_LAYERS, family.parts)
-    )
-    return _translate(_HUGGING_FACE_NAME.fullmatch(name), outside, parts, "blk")
+    parsed = _HUGGING_FACE_NAME.fullmatch(_EXPERT.sub("*", name))
+    return _translate(parsed, _OUTSIDE_NAMES, family.names, "blk")
+
+
+def expert_of(name: str) -> int | None:
+    """Return the number of the expert that a Hugging Face name has, if any."""
+    found = _EXPERT.search(name)
+    return int(found[0]) if found else None
 
 
 def _translate(
     parsed: re.Match[str] | None, outside: Mapping[str, str], inside: Mapping[str, str], layers: str
 ) -> str | None:
-    """Build a name from the names of its layer, its part and its ending."""
-    layer, part, suffix = parsed.groups() if parsed else (None, "", "")
-    translated = (outside if layer is None else inside).get(part)
+    """Build a name from the names of its layer and its part, whose ending both have or none."""
+    layer, whole = parsed.groups() if parsed else (None, "")
+    names, (part, _, ending) = outside if layer is None else inside, whole.rpartition(".")
+    translated = names.get(whole)
+    if translated is None and part in names and ending in ("weight", "bias"):
+        translated = f"{names[part]}.{ending}"
     within = "" if layer is None else f"{layers}.{layer}."
-    return f"{within}{translated}.{suffix}" if translated else None
+    return f"{within}{translated}" if translated else None
 
 
 class _Cursor:
@@ -390,8 +433,9 @@ class _Cursor:
             kind = gguf.GGMLQuantizationType(number)
             elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
-            text = f"{self.file}: {name} is of type {number}; try: pip install --upgrade gguf"
-            raise InputError(text) from None
+            known = ", ".join(kind.name for kind in gguf.GGML_QUANT_SIZES)
+            text = f"{self.file}: {name} is of type {number}; the gguf package knows {known}; "
+            raise InputError(f"{text}try: pip install --upgrade gguf") from None
         row = shape[-1] if shape else 1
         text = f"{name} has rows of {row} elements, and {kind.name} comes in blocks of {elements}"
         self.require(row % elements == 0, text)
@@ -455,13 +499,21 @@ def import_gguf(path: Path) -> Any:
 
 def _checked_dequantize(path: Path, stored: Iterable[Stored]) -> Any:
     """Return the gguf package's function, tried on zeros of every type that will be needed."""
-    dequantize = import_gguf(path).quants.dequantize
+    gguf = import_gguf(path)
     for tensor in {tensor.kind: tensor for tensor in stored if tensor.is_computed}.values():
-        try:
-            dequantize(np.zeros((1, tensor.block_bytes), np.uint8), tensor.kind)
-        except NotImplementedError:
+        if not _can_dequantise(gguf, tensor.kind):
+            known = ", ".join(k.name for k in gguf.GGML_QUANT_SIZES if _can_dequantise(gguf, k))
             raise InputError(
                 f"{path}: {tensor.name} is of type {tensor.kind.name}, which the gguf package "
-                "cannot dequantise; make the GGUF again with another type, such as Q8_0 or BF16"
-            ) from None
-    return dequantize
+                f"cannot dequantise; make the GGUF again with another type: {known}"
+            )
+    return gguf.quants.dequantize
+
+
+def _can_dequantise(gguf: Any, kind: GGMLQuantizationType) -> bool:
+    """Try the gguf package's function on a block of zeros."""
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
