@@ -236,6 +236,7 @@ def merge(
     overwrite: bool = False,
     resume: bool = True,
     measured: str = "",
+    scores: Sequence[Mapping[str, Any]] = (),
     progress: Progress | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
@@ -248,14 +249,15 @@ def merge(
     settings change what it says, but a plan is complete.
 
     A merge that was interrupted resumes, unless `resume` is false. An existing output is only
-    replaced with `overwrite`; an input never is. The model card has `measured`, which is Markdown.
+    replaced with `overwrite`; an input never is. The model card has `measured`, which is Markdown,
+    and `scores`, the results of a `model-index` but for their task; a `SearchResult` has both.
     `progress(bytes_done, bytes_in_all)` is called while weights are read, in place of a bar.
     """
     if progress is not None and not callable(progress):
         raise RecipeError(f"progress = {progress!r}: must be a function of two numbers")
     files = {"base": base, "models": models, "output": output}
     planned = plan_to_run(recipe, overwrite=overwrite, **files, method=method, **settings)
-    planned = replace(planned, measured=measured) if measured else planned
+    planned = replace(planned, measured=measured, scores=tuple(scores))
     with progress_to(progress):
         return run(Merge(planned), overwrite=overwrite, resume=resume)
 

@@ -102,10 +102,10 @@ def as_stacks(tensors):
     stacks, rest = {}, {}
     for name, values in tensors.items():
         if expert := re.search(r"\.experts\.(\d+)\.", name):
-            name = name.replace(expert[0], ".experts.")
+            stack = name.replace(expert[0], ".experts.")
             if "block_sparse_moe" in name:
-                name = name.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
-            stacks.setdefault(name, {})[int(expert[1])] = values
+                stack = stack.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            stacks.setdefault(stack, {})[int(expert[1])] = values
         else:
             rest[name] = values
     return rest | {name: np.stack([own[n] for n in range(EXPERTS)]) for name, own in stacks.items()}

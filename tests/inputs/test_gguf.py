@@ -354,7 +354,7 @@ def test_a_hostile_header_is_refused_at_once(tmp_path, case):
 def test_experts_are_no_more_tensors_than_a_file_may_have(tmp_path, monkeypatch):
     monkeypatch.setattr("dare.inputs.gguf.MAX_TENSORS", 5)
     (tmp_path / "m.gguf").write_bytes(file_of(stacked(1, 1, 6)))
-    with pytest.raises(HeaderError, match="more than 5 tensors, with blk.0.ffn_up_exps.weight"):
+    with pytest.raises(HeaderError, match=r"more than 5 tensors, with blk\.0\.ffn_up_exps"):
         GgufSource(tmp_path / "m.gguf")
 
 

@@ -1,6 +1,7 @@
 """Quantised models are read exactly, element by element, or refused by name."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -341,6 +342,21 @@ def test_packed_weights_are_refused_by_what_they_are_beside(scheme):
         InputError, match=rf"^l\.{name}: quantised \({kind}.*quantised weights cannot be merged"
     ):
         source_of(arrays)
+
+
+@pytest.mark.parametrize(
+    ("packed", "remedy"),
+    [
+        ("AWQ", "convert_checkpoint(PACKED, PLAIN, CompressedTensorsDequantizer(PACKED))"),
+        ("GPTQ", "gptqmodel.utils.model_dequant.dequantize_model(FOLDER, NEW_FOLDER)"),
+        ("bitsandbytes 4", "from_pretrained(FOLDER).dequantize().save_pretrained(NEW_FOLDER)"),
+        ("bitsandbytes 8", "from_pretrained(FOLDER).dequantize().save_pretrained(NEW_FOLDER)"),
+    ],
+)
+def test_the_lines_that_dequantise_are_said(packed, remedy):
+    tensors, *_ = PACKED[packed]
+    with pytest.raises(InputError, match=re.escape(remedy)):
+        source_of({f"l.{name}": array for name, array in tensors.items()})
 
 
 def test_every_name_of_a_scheme_is_refused_and_the_file_is_said(tmp_path):

@@ -109,6 +109,48 @@ def test_a_card_of_the_base_that_says_nothing_of_use_is_passed_over(
     assert inherited(tmp_path) == {}
 
 
+@pytest.mark.parametrize("task", [None, "text-generation"])
+def test_scores_are_read_by_the_hubs_library_without_a_warning(merged, tmp_path, caplog, task):
+    hub = pytest.importorskip("huggingface_hub")
+    planned, report = merged
+    scores = (
+        {
+            "dataset": {"type": "sums", "name": "sums", "split": "test"},
+            "metrics": [
+                {"type": "accuracy", "value": 0.5, "args": {"items": 8, "low": 0.25, "high": 0.75}}
+            ],
+        },
+        {
+            "dataset": {"type": "prose", "name": "prose", "split": "test"},
+            "metrics": [{"type": "score", "value": 1.5, "args": {}}],
+        },
+    )
+    card = {} if task is None else {"pipeline_tag": task}
+    planned = dataclasses.replace(planned, scores=scores, base_card=card)
+    (tmp_path / "README.md").write_bytes(model_card(planned, report))
+    with caplog.at_level("WARNING"):
+        data = hub.ModelCard.load(tmp_path / "README.md").data
+    assert caplog.records == []
+    assert data.model_name == "merged"
+    shared = {"task_type": task or "other", "dataset_split": "test"}
+    first, second = (
+        hub.EvalResult(**shared, dataset_type=name, dataset_name=name, **metric)
+        for name, metric in {
+            "sums": {
+                "metric_type": "accuracy",
+                "metric_value": 0.5,
+                "metric_args": {"items": 8, "low": 0.25, "high": 0.75},
+            },
+            "prose": {"metric_type": "score", "metric_value": 1.5, "metric_args": {}},
+        }.items()
+    )
+    assert data.eval_results == [first, second]
+    assert (
+        yaml.safe_load(data.to_yaml())["model-index"]
+        == front_matter((tmp_path / "README.md").read_text())["model-index"]
+    )
+
+
 def test_any_name_is_valid_in_the_front_matter_and_none_ends_the_recipes_block(merged):
     planned, report = merged
     for name in ("no", "1.5", "a: b", "- x", "naïve", 'q"uote', "{x}", "a #b"):

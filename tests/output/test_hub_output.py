@@ -98,6 +98,7 @@ def test_the_card_is_one_that_the_hub_takes(there, tmp_path):
     assert data["language"] == ["en"]
     assert data["pipeline_tag"] == "text-generation"
     assert {"merge", "chat"} <= {*data["tags"]}
+    assert f"dare verify hf://{REPO}  " in there.cards[0]
     paths = {"base": tmp_path / "base", "models": [tmp_path / "math"]}  # which the hub cannot know
     dare.merge(dare.Request.of(**paths, output=f"hf://{REPO}2", verbose=False))
     data = ModelCard(there.files(f"{REPO}2")["README.md"].decode()).data.to_dict()

@@ -35,8 +35,12 @@ SPLITS = {
 KINDS = {
     "llama": "llama-bpe",
     "mistral": "pieces with a space",
+    "mixtral": "pieces with a space",
     "qwen2": "qwen2",
+    "qwen2_moe": "qwen2",
     "qwen3": "qwen2",
+    "qwen3_moe": "qwen2",
+    "phi3": "pieces with a space",
     "gemma": "pieces",
     "gemma2": "pieces",
     "gemma3_text": "pieces",
@@ -49,7 +53,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MORE = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**EXPERTS, "num_experts": 3, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "phi3": {"bos_token_id": 1, "eos_token_id": 2},
     "llama": {"rope_parameters": LLAMA3_ROPE},
     "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }

@@ -25,6 +25,7 @@ from dare.studies.results import State
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 COUNT = 36
 DEMO = Path(dare.__file__).parent / "demo" / "models"
@@ -412,6 +413,13 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     rows = [line for line in card.splitlines() if line.startswith(("| sums ", "| words "))]
     assert len(rows) == 2
     assert all("| 0.0 %" in row for row in rows)
+    for scored, task in zip(
+        huggingface_hub.ModelCard(card).data.eval_results, (first, second), strict=True
+    ):
+        assert (scored.dataset_name, scored.dataset_split) == (task.name, "test")
+        assert (scored.metric_type, scored.metric_value) == ("accuracy", round(task.best.value, 6))
+        low, high = round(task.best.low, 6), round(task.best.high, 6)
+        assert scored.metric_args == {"items": task.items, "low": low, "high": high}
     merged = transformers.LlamaForCausalLM.from_pretrained("merged").eval()
     outputs = [greedy(merged, prompt, 3) for prompt in ("7 =", "7 >")]
     assert outputs == ["4", "b"]

@@ -90,7 +90,7 @@ def read_quantised(
         ways = _DATA["how"]
         by_kind = (ways[name] for name in ways if name in kind.lower())
         how = ways.get(method or "") or next(by_kind, None)
-        dequantise = f", or dequantise it first: {how}, and save it" if how else ""
+        dequantise = f", or dequantise it first: {how}" if how else ""
         raise InputError(
             f"{where}{tensor}: quantised ({scheme}); quantised weights cannot be merged; merge the "
             f"model that it was made from{dequantise}"

@@ -219,9 +219,7 @@ def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:
 
 def model_card(plan: Plan, report: Report) -> bytes:
     """Write the card of a finished merge."""
-    title = plan.layout.target.name if plan.layout else "merged"
-    if plan.layout is not None and plan.layout.is_on_hub:
-        title = title.partition("@")[0]
+    title = _title(plan)
     names = [_code(name) for name in plan.model_names]
     base = _code(short_name(plan.recipe.base))
     summary = f"{base} passed through by dare."
@@ -234,6 +232,8 @@ def model_card(plan: Plan, report: Report) -> bytes:
         seed = f", seed {plan.recipe.seed}," if plan.is_random else ""
         summary = f"{models} merged into {base} with `{report.method}`{seed} by dare."
     word = shlex.quote(" ".join(title.split()))
+    if plan.layout is not None and plan.layout.is_on_hub:
+        word = shlex.quote(str(plan.layout.target))
     text = f"""{front_matter(plan, plan.recipe.merged_models)}
 # {inline(title)}
 
@@ -257,6 +257,11 @@ Mask version {MASK_VERSION}. Digests (XXH3-128 by tensor, as dare-manifest.json 
     return text.encode(errors="replace")  # a file's name need not be text
 
 
+def _title(plan: Plan) -> str:
+    name = plan.layout.target.name if plan.layout else "merged"
+    return name.partition("@")[0] if plan.layout and plan.layout.is_on_hub else name
+
+
 def front_matter(plan: Plan, paths: Sequence[Path], *tags: str) -> str:
     """Return the fields at the beginning of a card; `paths` are the models that were merged."""
     import yaml  # type: ignore[import-untyped]
@@ -265,11 +270,14 @@ def front_matter(plan: Plan, paths: Sequence[Path], *tags: str) -> str:
     if plan.layout is not None and plan.layout.is_on_hub:
         names = list(filter(looks_like_name, names))  # as the hub takes no others
     card = plan.base_card or {}
+    task = {"type": card.get("pipeline_tag", "other")}
+    index = {"name": _title(plan), "results": [{"task": task, **result} for result in plan.scores]}
     metadata = {
         **({"base_model": names, "base_model_relation": "merge"} if names else {}),
         "library_name": "transformers",
         **card,
         "tags": list(dict.fromkeys([*TAGS, *tags, *card.get("tags", ())])),
+        **({"model-index": [index]} if plan.scores else {}),
     }
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=math.inf)
     return f"---\n{text}---\n"

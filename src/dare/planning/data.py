@@ -371,6 +371,7 @@ class PlanData:
     sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
     base_card: Mapping[str, Any] | None = None  # fields from the base's card, for a directory
     measured: str = ""  # Markdown for the card: what the output scored, if that is known
+    scores: tuple[Mapping[str, Any], ...] = ()  # the same, as results of a `model-index`
     options: RunOptions = USUAL
     gathered: Gathered | None = None  # the file of what inputs have shown
 

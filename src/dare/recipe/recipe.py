@@ -62,7 +62,13 @@ def _type_name(name: object) -> str | None:
     if name is None:
         return None
     other = str(name).upper()
-    return other if other in OTHER_TYPES else weight_type(name).name
+    if other in OTHER_TYPES:
+        return other
+    try:
+        return weight_type(name).name
+    except RecipeError as error:
+        more = "GGUF: F32, F16, BF16, Q8_0, and llama-quantize makes others of an F16"
+        raise RecipeError(f"{error}; {more}") from None
 
 
 WeightType = Annotated[str | None, Before(_type_name)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,26 @@ class SearchResult(Shown):
         sentence = f"Measured by `dare search` ({inline(by)}): {_measured_text(self.conclusion)}"
         rows = ([inline(cell) for cell in row] for row in table.rows)
         return f"{sentence}\n\n{markdown_rows(heads, rule, *rows)}\n"
+
+    def to_model_index(self) -> list[dict[str, Any]]:
+        """Return the scores of the best by task, as the results of a `model-index` on the hub.
+
+        What they are the means of, and their intervals, are arguments of the metric.
+        """
+        has_examples = self.data.evaluator.startswith(f"{EXAMPLES}:")
+        split = "validation" if self.conclusion.holdout is None else "test"
+        results = []
+        for task in filter(attrgetter("name"), self.conclusion.tasks):
+            best = task.best
+            told = {"items": task.items or None, "low": best.low, "high": best.high}
+            metric = {
+                "type": "accuracy" if has_examples and task.is_share else "score",
+                "value": round(best.value, 6),
+                "args": {name: round(n, 6) for name, n in told.items() if n is not None},
+            }
+            dataset = {"type": task.name, "name": task.name, "split": split}
+            results.append({"dataset": dataset, "metrics": [metric]})
+        return results
 
     def to_html(self, path: str | PathLike[str] | None = None, *, overwrite: bool = True) -> str:
         """Return the page of the study, one text that needs no network; write it to a path."""
