@@ -349,8 +349,8 @@ def test_packed_weights_are_refused_by_what_they_are_beside(scheme):
     [
         ("AWQ", "convert_checkpoint(PACKED, PLAIN, CompressedTensorsDequantizer(PACKED))"),
         ("GPTQ", "gptqmodel.utils.model_dequant.dequantize_model(FOLDER, NEW_FOLDER)"),
-        ("bitsandbytes 4", "from_pretrained(FOLDER).dequantize().save_pretrained(NEW_FOLDER)"),
-        ("bitsandbytes 8", "from_pretrained(FOLDER).dequantize().save_pretrained(NEW_FOLDER)"),
+        ("bitsandbytes 4", ".dequantize().save_pretrained(NEW_FOLDER, save_original_format=False)"),
+        ("bitsandbytes 8", ".dequantize().save_pretrained(NEW_FOLDER, save_original_format=False)"),
     ],
 )
 def test_the_lines_that_dequantise_are_said(packed, remedy):

@@ -146,8 +146,8 @@ def search(
     if output is not None and result.best is not None:
         best = Request(result.best, merge.options)
         with catch_warnings(action="ignore", category=DareWarning):  # its card has them
-            told = {"measured": result.to_markdown(), "scores": result.to_model_index()}
-            run_merge(best, **told, overwrite=overwrite)
+            measured, scores = result.to_markdown(), result.to_model_index()
+            run_merge(best, measured=measured, scores=scores, overwrite=overwrite)
         console.print(f"Merged into {output}")
     _write_beside(console, result, html, overwrite=overwrite, json=json)
     return FAILED if result.conclusion.failure else DONE
