@@ -40,6 +40,7 @@ from dare.formats import gguf as writing
 from dare.formats.gguf import model_keys, vocabulary_keys
 from dare.inputs.directory import Sidecars
 from dare.inputs.gguf import FAMILIES, GgufSource
+from dare.output.sink import make_sink
 from helpers import read_tensor, save
 
 gguf = pytest.importorskip("gguf")
@@ -290,10 +291,22 @@ def test_stacks_of_experts_are_written_again(tmp_path, model_type):
         np.testing.assert_allclose(read["out"][name], values, rtol=1e-2, atol=2e-2)
 
 
-def test_a_missing_expert_is_refused(tmp_path):
-    folder = make_pair(tmp_path, "mixtral", num_local_experts=EXPERTS + 1)
-    with pytest.raises(InputError, match=r"3 of 4 experts for blk\.0\.ffn_\w+_exps\.weight"):
+@pytest.mark.parametrize("count", [EXPERTS + 1, EXPERTS - 1, 1 << 21])
+def test_a_missing_expert_is_refused(tmp_path, count):
+    folder = make_pair(tmp_path, "mixtral", num_local_experts=count)
+    match = rf"3 of {count} experts for blk\.0\.ffn_\w+_exps\.weight"
+    with pytest.raises(InputError, match=match):
         merge(folder, "out.gguf")
+
+
+def test_a_worker_opens_the_file_for_every_expert(tmp_path):
+    folder = make_pair(tmp_path, "mixtral")
+    files = {"base": folder / "base", "models": [folder / "tuned"]}
+    layout = dare.plan(**files, output=tmp_path / "out.gguf").layout
+    sink = make_sink(tmp_path, layout, {})
+    for expert in range(EXPERTS):
+        name = f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"
+        assert sink.files_of(name) == {"out.gguf"}
 
 
 # ---------------------------------------------------------------- keys
@@ -407,7 +420,9 @@ def test_hostile_tokenizers_are_refused_or_understood(path, value):
         writing._packed(vocabulary(changed(piece_tokenizer(), path, value)))
 
 
-@given(st.sampled_from(sorted(config("gemma2"))), JSON, st.sampled_from(["llama", "gemma2"]))
+@given(
+    st.sampled_from(sorted(config("gemma2"))), JSON, st.sampled_from(["llama", "gemma2", "phi3"])
+)
 def test_hostile_configurations_are_refused_or_understood(key, value, model_type):
     with contextlib.suppress(DareError):
         keys, _ = model_keys(config(model_type) | {key: value, "rope_scaling": value})

@@ -116,7 +116,8 @@ class GgufRecoding(Recoding):
 
     @property
     def _expert_count(self) -> int:
-        return int(self.metadata.get(f"{self.metadata['general.architecture']}.expert_count", 0))
+        count = self.metadata.get(f"{self.metadata['general.architecture']}.expert_count")
+        return count if type(count) is int else 0
 
     def checked(self, names: Iterable[str]) -> Self:
         """Return itself, if the model has all experts of the layers that have any."""
@@ -125,7 +126,7 @@ class GgufRecoding(Recoding):
             if (number := self._expert(name)) is not None:
                 stacks.setdefault(self._name(name), set()).add(number)
         for stack, numbers in stacks.items():
-            if numbers != set(range(self._expert_count)):
+            if len(numbers) != self._expert_count or max(numbers) >= self._expert_count:
                 what = f"{len(numbers)} of {self._expert_count} experts for {stack}"
                 raise InputError(f"{self.output}: {what}; {CONVERTER}")
         return self

@@ -226,7 +226,8 @@ class CodedSink(FileSink):
         return record.chunk in range(self._chunks.get(record.tensor, 0))
 
     def files_of(self, name: str) -> set[str]:
-        return {self.places[part][0] for part in self._stored[name]}
+        parts = {self.places[part][0] for part in self._stored[name]}
+        return parts or set(self.layout.files)  # it may lie in a tensor that another makes
 
     def parts(self, record: Record) -> Iterator[tuple[str, int, int, str]]:
         for name, start, count, digest in record.stored:
