@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from cuda_on_host import gpu_on_host  # noqa: F401 (a fixture)
+from cupy_on_host import matrices_on_host  # noqa: F401 (a fixture)
 from dare.stores import reading
 from fake_hub import Hub, serve
 from file_server import Files, serving

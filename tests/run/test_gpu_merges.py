@@ -27,7 +27,7 @@ METHODS = {
     "della+ties": {},
     "consensus": {},
     "karcher": {},
-    "tsv": {},
+    "fourier+linear": {},
 }
 
 
@@ -98,7 +98,7 @@ def test_candidates_lie_on_a_gpu(models, tmp_path, device):
         dare.Candidates(Request.of(base=base, models=tuned, method="dare+ties", device=name))
         for name in (device, "cpu")
     )
-    assert there.options.device == "cuda:0"
+    assert there.options.device == f"{device}:0"
     assert here.options.device == "cpu"
     for changed in ({}, {"drop_rate": 0.2, "scale": 0.5}, {"method": "linear"}):
         made, expected = there.make(changed), here.make(changed)
@@ -157,7 +157,7 @@ def test_without_a_gpu_auto_is_the_processor(models, monkeypatch):
         dare.plan(**settings | {"device": "cuda"})
 
 
-@pytest.mark.parametrize(("method", "count"), [("dare+ties", 0), ("della+ties", 5), ("tsv", 5)])
+@pytest.mark.parametrize(("method", "count"), [("dare+ties", 0), ("della+ties", 5), ("fourier+sum", 5)])
 def test_the_plan_says_what_the_processor_merges(models, method, count):
     settings = recipe(models, None, method)
     for device in ("cuda", "cpu"):

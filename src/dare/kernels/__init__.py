@@ -62,7 +62,7 @@ DEVICES = {
     "cpu": Device("core"),
     "reference": Device("reference"),
     "cuda": Device("cuda", chunks_at_once=256, chunks_held=64, is_gpu=True, most_threads=4),
-    "auto": Device("core"),  # a GPU serves where models are held in memory
+    "auto": Device("core"),  # `auto:0` where a GPU serves, as it has the models in its memory
 }
 
 
@@ -107,15 +107,28 @@ class Done(NamedTuple):
     digests: list[list[str]]  # of every chunk of base, models and result; none where not wanted
 
 
+class MatrixGpus(NamedTuple):
+    """The GPUs that compute whole matrices."""
+
+    title: str  # as their maker calls them, such as NVIDIA H200
+    free_bytes: int  # of all, for workers that are spread evenly
+
+
 def device_of(name: str) -> Device:
     """Return the device of a name, which may have the number of a GPU: `cuda:1`."""
-    return DEVICES[name.partition(":")[0]]
+    kind, has_number, _ = name.partition(":")
+    return DEVICES["cuda" if has_number else kind]
+
+
+def takes_matrices(name: str) -> bool:
+    """Tell whether whole matrices go to the GPU too, where bytes differ: only if it was named."""
+    return name.partition(":")[0] == "cuda"
 
 
 def check_device(name: str) -> str:
     """Refuse a name that no device has."""
     kind, colon, number = name.partition(":")
-    if kind not in DEVICES or (colon and not (kind == "cuda" and number.isdecimal())):
+    if kind not in DEVICES or (colon and not (kind in ("cuda", "auto") and number.isdecimal())):
         hint = did_you_mean(kind, DEVICES)
         known = ", ".join(DEVICES)
         raise RecipeError(f"device {name!r}: not known{hint}; use one of {known}, or cuda:NUMBER")
@@ -128,6 +141,15 @@ def check_is_there(name: str) -> None:
         from dare.kernels import cuda
 
         cuda.find_gpus(name)
+
+
+def find_matrix_gpus(name: str) -> MatrixGpus | None:
+    """Return the GPUs that compute whole matrices, if any do."""
+    if not takes_matrices(name):
+        return None
+    from dare.kernels import cuda
+
+    return cuda.find_matrix_gpus(name)
 
 
 def keep_on_gpu(name: str, arrays: Iterable[NDArray[Any]]) -> tuple[str, Any]:
@@ -145,7 +167,7 @@ def keep_on_gpu(name: str, arrays: Iterable[NDArray[Any]]) -> tuple[str, Any]:
         if name != "auto":
             raise
         return "cpu", None
-    return f"cuda:{kept.number}", kept
+    return f"{name.partition(':')[0]}:{kept.number}", kept
 
 
 def load(name: str) -> Any:

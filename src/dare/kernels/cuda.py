@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import DareError, RecipeError, install_command
-from dare.kernels import MOST_ON_GPU, ChunkJob, Done, core
+from dare.kernels import MOST_ON_GPU, ChunkJob, Done, MatrixGpus, core, takes_matrices
 from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
+from dare.kernels.gpu_matrices import Matrices, describe_gpus
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
 
 Bytes = NDArray[np.uint8]
@@ -165,6 +166,12 @@ def find_gpus(name: str) -> list[int]:
         there = f"there are {', '.join(map(str, found))}" if found else "there is no GPU"
         raise RecipeError(f"device = {name}: {there}; merge with device = cpu, or on one that is")
     return [int(number)] if number else found
+
+
+def find_matrix_gpus(name: str) -> MatrixGpus:
+    """Return the GPUs that a name stands for, if they can compute whole matrices."""
+    with _errors_named(name, "update the driver, or merge with device = cpu"):
+        return describe_gpus(name, find_gpus(name))
 
 
 @contextmanager
@@ -348,6 +355,13 @@ class Kernels:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(core, name)
+
+    @cached_property
+    def matrices(self) -> Matrices | None:
+        """What calls functions of matrices on the GPU; None if the processor is to do so."""
+        if not takes_matrices(self._name):
+            return None
+        return Matrices(self._worker.number, partial(_errors_named, self._name, NO_ROOM))
 
     def pinned(self, nbytes: int) -> Bytes:
         with _errors_named(self._name, "lower max_memory, or merge with device = cpu"):

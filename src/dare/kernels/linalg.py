@@ -14,6 +14,9 @@ Singular values below 1e-6 of the largest are rounding and count as absent, with
 BLAS may add in another order with another number of threads or on another machine; results then
 agree to about 1e-5 of their norm. `one_blas_thread` takes the first reason away: with the same BLAS
 results are then the same bits.
+
+Matrices may be a GPU's, of CuPy. NumPy hands its functions to the library that made an array, and
+what is made from nothing is made `like` a matrix, so all is computed where the matrices are.
 """
 
 from __future__ import annotations
@@ -99,7 +102,8 @@ def spectrum(matrix: Floats, rank: Rank = None) -> OneSidedFactors:
     """
     wide = _widened(matrix)
     if 0 in wide.shape:
-        return OneSidedFactors(np.zeros((wide.shape[0], 0)), np.zeros(0), _no_rows(wide))
+        none = np.zeros((wide.shape[0], 0), like=wide), np.zeros(0, like=wide)
+        return OneSidedFactors(*none, _no_rows(wide))
     basis = _low_rank_basis(wide)
     single = _in_single(wide, rank) if basis is None else None
     return single or _in_double(wide, basis, rank)
@@ -179,8 +183,8 @@ def _small_part(
     they have to be taken out on the far side once more.
     """
     part = _times(rest.T.astype(np.float64), wide)
-    inverse = np.divide(large, values, dtype=np.float32)
-    products = np.zeros(rest.T.shape, np.float32)
+    inverse = np.divide(large, values.astype(np.float32))
+    products = np.zeros(rest.T.shape, np.float32, like=wide)
     for columns in panels(wide.shape[1]):
         products += part[:, columns].astype(np.float32) @ wide[:, columns].T
     along = multiply(multiply(products, inverse), inverse.T)
@@ -222,12 +226,12 @@ def project(matrix: Floats, vectors: Numbers, shares: Doubles) -> Floats:
     if 2 * count < short:
         projected = multiply(vectors * shares, _times(vectors.T, wide))
     else:
-        projected = np.empty(wide.shape, np.float32)
+        projected = np.empty(wide.shape, np.float32, like=wide)
         half = (vectors * np.sqrt(shares)).astype(vectors.dtype)
         operator = half @ half.T
         for columns in panels(wide.shape[1]):
             projected[:, columns] = operator @ wide[:, columns].astype(operator.dtype, copy=False)
-    return np.ascontiguousarray(projected.T) if _is_tall(matrix) else projected
+    return projected.T.copy() if _is_tall(matrix) else projected
 
 
 def polar(matrix: Floats) -> tuple[Floats, Doubles]:
@@ -269,14 +273,14 @@ def orthogonal_product(parts: list[Factors], values: Doubles) -> Floats:
 def _inverse_root(symmetric: Doubles) -> Doubles:
     """Return symmetric^(-1/2), zero where there is nothing to invert."""
     energies, vectors = np.linalg.eigh(symmetric)
-    kept = energies > NOISE**2 * energies.max(initial=0)
+    kept = energies > NOISE**2 * np.maximum(energies[-1:], 0)
     half: Doubles = vectors[:, kept] * energies[kept] ** -0.25
     return half @ half.T
 
 
 def without(matrix: Floats, left: Numbers) -> Floats:
     """Return the rest of a matrix outside the span of orthonormal columns."""
-    outside = np.empty(matrix.shape, np.float32)
+    outside = np.empty(matrix.shape, np.float32, like=matrix)
     for columns in panels(matrix.shape[1]):
         panel = matrix[:, columns].astype(left.dtype)
         outside[:, columns] = panel - left @ (left.T @ panel)
@@ -291,7 +295,7 @@ def multiply(left: Numbers, right: Numbers) -> Floats:
 
 def gram(wide: Numbers, kind: type[np.floating[Any]] = np.float64) -> Doubles:
     """Return wide·wideᵀ by products of a type, a panel of columns at a time, summed in float64."""
-    total = np.zeros((wide.shape[0], wide.shape[0]))
+    total = np.zeros((wide.shape[0], wide.shape[0]), like=wide)
     for columns in panels(wide.shape[1]):
         panel = wide[:, columns].astype(kind, copy=False)
         total += panel @ panel.T
@@ -315,15 +319,16 @@ def falling_eigen(symmetric: Numbers, count: Count | None = None) -> tuple[Numbe
     """
     of_all = count if not callable(count) else lambda values: count(np.maximum(values, 0))
     values, rows = _rising_eigen(symmetric, of_all)
-    return np.maximum(values[::-1], 0), np.ascontiguousarray(rows[::-1].T)
+    return np.maximum(values[::-1], 0), rows[::-1].T.copy()
 
 
 def _rising_eigen(symmetric: Numbers, count: Count | None) -> tuple[Numbers, Numbers]:
-    """Return eigenvalues and eigenvectors as rows, by NumPy if LAPACK cannot be had."""
+    """Return eigenvalues and eigenvectors as rows, by `numpy.linalg` if LAPACK cannot be had."""
+    is_here = isinstance(symmetric, np.ndarray)
     with suppress(LapackError):
-        if count is not None:
+        if is_here and count is not None:
             return leading_eigen(symmetric, count)
-        if symmetric.dtype == np.float32:
+        if is_here and symmetric.dtype == np.float32:
             return all_eigen(symmetric)
     values, columns = np.linalg.eigh(symmetric)
     wanted = count(values[::-1]) if callable(count) else count
@@ -361,20 +366,26 @@ def panels(length: int) -> Iterator[slice]:
 
 
 def _no_rows(wide: Floats) -> Floats:
-    return np.zeros((0, wide.shape[1]), np.float32)
+    return np.zeros((0, wide.shape[1]), np.float32, like=wide)
 
 
 def _times(left: Numbers, wide: Floats) -> Numbers:
     """Return left·wide in the precision of `left`, a panel of columns at a time."""
-    product = np.empty((left.shape[0], wide.shape[1]), left.dtype)
+    product = np.empty((left.shape[0], wide.shape[1]), left.dtype, like=wide)
     for columns in panels(wide.shape[1]):
         product[:, columns] = left @ wide[:, columns].astype(left.dtype, copy=False)
     return product
 
 
+def random_like(matrix: Floats, *shape: int) -> Floats:
+    """Return the same normal numbers each time, where a matrix is."""
+    numbers = np.random.default_rng(0).standard_normal(shape, np.float32)
+    return np.asarray(numbers, like=matrix)
+
+
 def _stands_out(wide: Floats) -> bool:
     """Tell whether the largest singular value is far above the others, by power iteration."""
-    vector: Floats = np.random.default_rng(0).standard_normal(len(wide), np.float32)
+    vector = random_like(wide, len(wide))
     for _ in range(POWER_STEPS):
         vector = wide @ (wide.T @ (vector / np.linalg.norm(vector)))
     return float(np.linalg.norm(vector)) > OUTSTANDING * squared_norm(wide) / len(wide)
@@ -388,8 +399,7 @@ def _low_rank_basis(wide: Floats) -> Doubles | None:
     # No singular value of a part is larger than that of the whole with the same number.
     if squared_values(wide[:CORNER, :CORNER])[SKETCH] > MISSED**2 * squared:
         return None
-    start = np.random.default_rng(0).standard_normal((wide.shape[1], SKETCH), np.float32)
-    basis = np.linalg.qr(wide @ start)[0]
+    basis = np.linalg.qr(wide @ random_like(wide, wide.shape[1], SKETCH))[0]
     inside = basis.T @ wide
     if squared - squared_norm(inside) > 1e-5 * squared:  # quick; the next test is exact
         return None

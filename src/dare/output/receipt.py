@@ -41,10 +41,18 @@ from dare.documents.words import (
     show_size,
     weight_text,
 )
-from dare.errors import DareError, InputError, RecipeError, no_such_file, printable
+from dare.errors import (
+    DareError,
+    InputError,
+    RecipeError,
+    no_such_file,
+    printable,
+    warn_caller,
+)
 from dare.formats.recoding import Loss, LossMeter
 from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
 from dare.inputs.shards import SINGLE_NAME
+from dare.kernels import check_device, find_matrix_gpus
 from dare.output.journal import Record, group_by_tensor
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
 from dare.planning.data import FORMAT, Fate, Layout, TensorPlan, is_directory_target
@@ -591,7 +599,9 @@ def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]
         recipe = _recorded_recipe(manifest_file, manifest["recipe"], given)
         output = output_of(manifest_file)
         repeated = moved(recipe, lambda path: resolve_path(str(path), output), output)
-        demanded = {"input_digests": digests, "output_digest": manifest["output"]}
+        is_same = _is_on_same_device(recipe, manifest, given)
+        weights = manifest["output"] if is_same else None
+        demanded = {"input_digests": digests, "output_digest": weights}
         return {**repeated.to_document(), **demanded}
     except KeyError as error:
         raise InputError(f"{manifest_file}: the manifest is damaged: it has no {error}") from None
@@ -599,6 +609,19 @@ def repeating_document(path: Path, manifest_file: Path, given: Mapping[str, Any]
         if isinstance(error, RecipeError):
             raise
         raise InputError(f"{manifest_file}: the manifest is damaged: {error}") from None
+
+
+def _is_on_same_device(
+    recipe: Recipe, manifest: Mapping[str, Any], given: Mapping[str, Any]
+) -> bool:
+    """Tell whether whole matrices are computed where they were; warn if not."""
+    device, processor = check_device(str(given.get("device", "cpu"))), "the processor"
+    can_differ = any(stage.on_gpu for stage, _ in recipe.all_stages)
+    gpus = find_matrix_gpus(device) if can_differ else None
+    then, now = manifest.get("device", processor), gpus.title if gpus else processor
+    if then != now:
+        warn_caller(str(notice("other_device", then=then, now=now)))
+    return bool(then == now)
 
 
 def inputs_of_output(path: Path) -> Iterator[list[tuple[Path, Path]]]:

@@ -127,12 +127,23 @@ class Cost:
 
     @property
     def _max_gpu_memory(self) -> int:
-        return self.plan.options.max_gpu_memory or 1 << 62
+        free = self.plan.matrix_gpus.free_bytes if self.plan.matrix_gpus else 1 << 62
+        return self.plan.options.max_gpu_memory or free
 
     def _gpu_bytes_for(self, chunks: int) -> int:
-        """Return what a thread sends to a GPU and what it gets back: nothing without one."""
+        """Return what a thread sends to a GPU, what it gets back, and what matrices take there.
+
+        That is nothing without one.
+        """
         elements = CHUNK * chunks * (1 + self._inputs_read) if self._device.is_gpu else 0
-        return elements * self.widest
+        return elements * self.widest + self._gpu_matrix_work
+
+    @cached_property
+    def _gpu_matrix_work(self) -> int:
+        """The most memory that one survey takes for whole matrices on a GPU."""
+        merged = self.plan.merged() if self.plan.matrix_gpus else iter(())
+        surveys = (survey for tensor in merged for survey in self.surveys(tensor))
+        return max((held for held, _, stage in surveys if stage.on_gpu), default=0)
 
     @property
     def _inputs_read(self) -> int:
@@ -275,6 +286,12 @@ class Cost:
         check_memory(limits.max_memory, self.least_memory, self.largest_matrix)
         if limits.max_gpu_memory is not None:
             check_memory(limits.max_gpu_memory, self._gpu_bytes_for(1), name="max_gpu_memory")
+        elif self._gpu_bytes_for(1) > self._max_gpu_memory:
+            needed, free = map(show_size, (self._gpu_bytes_for(1), self._max_gpu_memory))
+            raise RecipeError(
+                f"device = {self.plan.device}: one thread needs {needed} of the GPU's memory, and "
+                f"{free} is free; close what else uses it, or merge with device = cpu"
+            )
 
     @property
     def held_bytes(self) -> int:

@@ -26,6 +26,7 @@ from dare.inputs.directory import Sidecars
 from dare.inputs.gathered import Gathered
 from dare.inputs.shards import STEMS
 from dare.inputs.sources import Drop, Floats, Source, stamps_of
+from dare.kernels import MatrixGpus, find_matrix_gpus, takes_matrices
 from dare.recipe.applied import Chain, names_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
@@ -331,6 +332,13 @@ class TensorPlan:
             if self.is_surveyed_by(self.stages[position], settings)
         ]
 
+    @property
+    def has_gpu_stages(self) -> bool:
+        """Tell whether a stage takes it as a whole matrix, and can do so on a GPU."""
+        own = (zip(self.stages, settings, strict=False) for settings in self.settings)
+        chain = [*itertools.chain(*own), (self.combine_stage, self.combine), *self.refine_stages]
+        return any(stage.on_gpu and self.is_surveyed_by(stage, s) for stage, s in chain)
+
     def survey_reads(self, model: int) -> int:
         """Return how often those stages read this tensor of this model, as a rule."""
         return len(self.surveyed_stages(model))
@@ -379,6 +387,12 @@ class PlanData:
     def device(self) -> str:
         """What computes: a name of `kernels.device_of`."""
         return self.options.device
+
+    @cached_property
+    def matrix_gpus(self) -> MatrixGpus | None:
+        """The GPUs that whole matrices are computed on, if any are."""
+        is_asked = takes_matrices(self.device) and any(t.has_gpu_stages for t in self.merged())
+        return find_matrix_gpus(self.device) if is_asked else None
 
     @property
     def method(self) -> str:
@@ -432,6 +446,7 @@ class PlanData:
             "methods": dict(others) or None,
             "recoded": self.recoding and self.recoding.format,
             "gathered": self.gathered and self.gathered.digest,
+            "device": self.matrix_gpus and self.matrix_gpus.title,
         }
         return {
             "format": FORMAT,

@@ -252,7 +252,13 @@ def _notes_on_resources(plan: Plan) -> Iterator[Notice]:
         threads = counted(cost.threads, "thread")
         yield notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
     merged = list(plan.merged())
+    there = [t for t in merged if plan.matrix_gpus and t.has_gpu_stages]
+    if plan.matrix_gpus:
+        tensors = f"{len(there)} of {counted(len(merged), 'tensor')}"
+        gpu = plan.matrix_gpus.title
+        yield notice("matrices_on_gpu", device=plan.device, gpu=gpu, tensors=tensors)
     here = [t for t in merged if not t.is_lazy or t.refine_stages or len(t.models) > MOST_ON_GPU]
+    here = [tensor for tensor in here if tensor not in there]
     if here and device_of(plan.device).is_gpu:
         tensors = f"{len(here)} of {counted(len(merged), 'tensor')}"
         yield notice("not_on_gpu", device=plan.device, tensors=tensors)

@@ -58,7 +58,8 @@ class RunOptions(Strict):
         NOT_RECORDED,
     )
     device: Annotated[str, After(check_device)] = described(
-        "What computes: cpu, cuda, cuda:1 for that GPU alone, or auto. The bytes are the same.",
+        "What computes: cpu, cuda, cuda:1 for that GPU alone, or auto. The bytes are the same, but "
+        "for whole matrices on a GPU that is named; auto leaves these to the processor.",
         "cpu",
         NOT_RECORDED,
         old="backend",

@@ -113,7 +113,8 @@ def matrix_delta_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def work(view: View, **settings: Any) -> Floats:
-            return function(gather(view, combines=False)[0][0], **settings)
+            matrix = gather(view, combines=False)[0][0]
+            return _call(view, declared.get("on_gpu", False), function, matrix, **settings)
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -140,7 +141,8 @@ def matrix_combine_stage(
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def work(view: View, **settings: Any) -> Floats:
-            return function(*gather(view, combines=True), **settings)
+            given = gather(view, combines=True)
+            return _call(view, declared.get("on_gpu", False), function, *given, **settings)
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
@@ -185,8 +187,18 @@ def refine(
     merged = flat.reshape(as_matrix(view.shape))
     for stage, settings in stages:
         assert stage.survey is not None  # as every refine stage has one
-        merged = stage.survey(merged, matrices, weights, **settings)
+        given = merged, matrices, weights
+        merged = _call(view, stage.on_gpu, stage.survey, *given, **settings)
     return merged
+
+
+def _call(
+    view: View, on_gpu: bool, function: Callable[..., Floats], *given: Any, **settings: Any
+) -> Floats:
+    """Call a function of matrices: on a GPU, if it can be called there and one was asked for."""
+    gpu = getattr(view.kernels, "matrices", None) if on_gpu else None
+    made: Floats = gpu.call(function, *given, **settings) if gpu else function(*given, **settings)
+    return made
 
 
 def chunk_of_summary(deltas: Deltas) -> Floats:

@@ -238,6 +238,7 @@ class Stage:
     drops_at_random: bool = False
     # True if the models vote on each element, so that a small change loses to a large one.
     votes: bool = False
+    on_gpu: bool = False  # True if its survey, of matrices, also computes on arrays of a GPU
     takes_grams: bool = False  # True if it takes Gram matrices of layers' inputs, `view.grams`
     needs_base: Predicate = _never  # True if it looks at whole tensors, not at changes alone
     is_sum: Predicate = _never  # True if the result is Σ wᵢ·δᵢ, with the weights as they are

@@ -42,6 +42,7 @@ SingularShare = Annotated[
 
 @matrix_delta_stage(
     paper="arXiv:2502.10339",
+    on_gpu=True,
     work_bytes=lambda m, n, _models: 4 * 5 * m * n + eigen_bytes(min(m, n)),
     acts_when=lambda settings: settings["singular_share"] < 1,
 )
@@ -60,12 +61,13 @@ def star(matrix: Floats, *, singular_share: SingularShare = 0.4) -> Floats:
         nonlocal total
         held = np.cumsum(values)
         total = held[-1]
-        return int(np.searchsorted(held, singular_share * total)) + 1
+        return int(np.count_nonzero(held < singular_share * total)) + 1
 
     kept = spectrum(matrix, rank)
     if not kept.values.size:
         return matrix
-    return project(matrix, kept.vectors, np.full(len(kept.values), total / kept.values.sum()))
+    share = float(total / kept.values.sum())
+    return project(matrix, kept.vectors, np.full_like(kept.values, share))
 
 
 Radius = Annotated[
@@ -130,7 +132,7 @@ def _tsv_bytes(rows: int, columns: int, models: int) -> int:
     return max(models + 3, 6) * matrix + 24 * triples**2 + 2 * eigen_bytes(triples)
 
 
-@matrix_combine_stage(paper="arXiv:2412.00081", work_bytes=_tsv_bytes)
+@matrix_combine_stage(paper="arXiv:2412.00081", on_gpu=True, work_bytes=_tsv_bytes)
 def tsv(deltas: list[Floats], weights: Sequence[float]) -> Floats:
     """Give each model an equal share of the rank, and make the shares orthogonal (TSV-Merge).
 
@@ -182,7 +184,7 @@ def _iso_bytes(rows: int, columns: int, models: int) -> int:
     return 4 * (models + 4) * rows * columns + factors + 2 * eigen_bytes(short)
 
 
-@matrix_combine_stage(paper="arXiv:2502.04959", work_bytes=_iso_bytes)
+@matrix_combine_stage(paper="arXiv:2502.04959", on_gpu=True, work_bytes=_iso_bytes)
 def iso(
     deltas: Sequence[Floats],
     weights: Sequence[float],
@@ -214,7 +216,7 @@ def iso(
 def _level(total: Floats) -> Floats:
     turned, values = polar(total)
     if values.size:
-        turned *= np.float32(values.mean())
+        turned *= np.float32(float(values.mean()))
     return turned
 
 
@@ -231,7 +233,7 @@ def _level_with_own(total: Floats, matrices: Sequence[Floats], common_share: flo
     if not parts:
         return np.zeros_like(total)
     values = np.concatenate([part.values for part in parts])
-    return orthogonal_product(parts, np.full_like(values, values.mean()))
+    return orthogonal_product(parts, np.full_like(values, float(values.mean())))
 
 
 Time = Annotated[float, meaning("How long gradients are followed: t in 1 - exp(-λ·t).", gt=0)]
@@ -247,7 +249,7 @@ def _swudi_bytes(rows: int, columns: int, models: int) -> int:
     return 4 * (2 * models + 4) * rows * columns + 12 * rows * columns + directions
 
 
-@matrix_combine_stage(paper="arXiv:2606.07289", work_bytes=_swudi_bytes)
+@matrix_combine_stage(paper="arXiv:2606.07289", on_gpu=True, work_bytes=_swudi_bytes)
 def swudi(
     deltas: list[Floats], weights: Sequence[float], *, time: Time = 1300.0, rank_share: Share = 0.65
 ) -> Floats:
@@ -272,7 +274,8 @@ def swudi(
     stack = np.stack(deltas)
     deltas.clear()
     norms = [math.sqrt(linalg.squared_norm(part)) for part in stack]
-    stack *= np.array([1 / norm if norm else 0 for norm in norms], np.float32)[:, None, None]
+    for part, norm in zip(stack, norms, strict=True):
+        np.multiply(part, np.float32(1 / norm if norm else 0), out=part)
     flat = stack.reshape(-1, stack.shape[2])
     rows, columns = flat.shape
     if rows > columns:
@@ -315,7 +318,7 @@ def _knots_bytes(rows: int, columns: int, models: int) -> int:
     return 8 * models * rows * columns + max(eigen_bytes(rank), aligned)
 
 
-@matrix_combine_stage(paper="arXiv:2410.19735", votes=True, work_bytes=_knots_bytes)
+@matrix_combine_stage(paper="arXiv:2410.19735", on_gpu=True, votes=True, work_bytes=_knots_bytes)
 def knots(
     deltas: list[Floats], weights: Sequence[float], *, keep_ratio: KeepAligned = 0.2
 ) -> Floats:
@@ -337,7 +340,7 @@ def knots(
     deltas.clear()
     joint = factorise(joined)
     if not joint.values.size:
-        return np.zeros(shape, np.float32)
+        return np.zeros(shape, np.float32, like=joined)
     aligned = np.split(joint.right.astype(np.float32, copy=False), len(weights), axis=1)
     for part in aligned:
         _trim(part, keep_ratio)
@@ -361,9 +364,11 @@ def _elected(parts: Sequence[Floats], weights: Sequence[float]) -> Floats:
     merged, shares = np.zeros_like(total), np.zeros_like(total)
     for part, weight in zip(parts, weights, strict=True):
         agrees = part * total > 0
-        np.add(merged, part, out=merged, where=agrees)
-        np.add(shares, np.float32(abs(weight)), out=shares, where=agrees)
-    return np.divide(merged, shares, out=merged, where=shares > 0)
+        merged += np.multiply(part, agrees, out=part)
+        shares += agrees * np.float32(abs(weight))
+    shares[shares == 0] = 1
+    merged /= shares
+    return merged
 
 
 MaxRatio = Annotated[
@@ -379,7 +384,7 @@ def _dc_merge_bytes(rows: int, columns: int, models: int) -> int:
     return 4 * (models + 4) * rows * columns + factors + 24 * rank * rank + 2 * eigen_bytes(rank)
 
 
-@matrix_combine_stage(paper="arXiv:2603.06242", votes=True, work_bytes=_dc_merge_bytes)
+@matrix_combine_stage(paper="arXiv:2603.06242", on_gpu=True, votes=True, work_bytes=_dc_merge_bytes)
 def dc_merge(
     deltas: list[Floats],
     weights: Sequence[float],
@@ -415,7 +420,7 @@ def dc_merge(
     right = np.concatenate([part.right for part in parts], axis=0, dtype=np.float32)
     parts.clear()
     if not left.size:
-        return np.zeros(shape, np.float32)
+        return np.zeros(shape, np.float32, like=left)
     edges = np.cumsum([0, *map(len, values)])
     blocks = [slice(start, end) for start, end in pairwise(edges)]
     outputs, inputs = polar(left)[0], polar(right)[0]
@@ -428,16 +433,17 @@ def dc_merge(
     ones = [1.0] * len(kept)
     merged = [_elected(votes, ones) for votes in zip(*kept, strict=True)]
     turned = [outputs[:, block] @ middle for block, middle in zip(blocks, merged, strict=True)]
-    return np.asarray(np.concatenate(turned, axis=1) @ inputs)
+    product: Floats = np.concatenate(turned, axis=1) @ inputs
+    return product
 
 
 def _smoothed(values: Doubles, max_ratio: float | None) -> Doubles:
     """Return values that fall evenly, with the same sum."""
     if max_ratio is None or not values.size:
         return values
-    line = np.linspace(min(max_ratio, values[0] / values[-1]), 1, len(values))
-    line *= values.sum() / line.sum()
-    return line
+    line = np.linspace(min(max_ratio, float(values[0] / values[-1])), 1, len(values))
+    line *= float(values.sum()) / line.sum()
+    return np.asarray(line, like=values)
 
 
 Alpha = Annotated[
@@ -452,7 +458,9 @@ def _svc_bytes(rows: int, columns: int, models: int) -> int:
     return 4 * (models + 2) * rows * columns + 8 * factors
 
 
-@matrix_refine_stage(paper="arXiv:2602.05536", work_bytes=_svc_bytes, is_identity=always)
+@matrix_refine_stage(
+    paper="arXiv:2602.05536", on_gpu=True, work_bytes=_svc_bytes, is_identity=always
+)
 def svc(
     merged: Floats, deltas: Sequence[Floats], weights: Sequence[float], *, alpha: Alpha = None
 ) -> Floats:
@@ -479,7 +487,7 @@ def svc(
         return merged
     least = 1 / len(used) if alpha is None else alpha
     usual = sum(abs(weight) for _, weight in used) / len(used)
-    counted = np.zeros(len(parts.values))
+    counted = np.zeros_like(parts.values)
     for delta, weight in used:
         along = multiply(parts.left.T, delta)
         squared = np.square(along, dtype=np.float64).sum(axis=1)

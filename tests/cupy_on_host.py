@@ -1,0 +1,193 @@
+"""CuPy as far as matrices use it, with this machine's memory in the place of a GPU's.
+
+Its arrays are as strict as CuPy's: they never become NumPy's by themselves, nor are computed with
+those, and only functions and arguments that CuPy has are known to them.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+IS_REAL = "DARE_TEST_GPU" in os.environ
+TITLE = "NVIDIA Imaginary"
+
+FUNCTIONS = {
+    "asarray": (),
+    "concatenate": ("axis", "dtype"),
+    "count_nonzero": (),
+    "cumsum": (),
+    "empty": (),
+    "empty_like": (),
+    "full_like": (),
+    "linalg.eigh": (),
+    "linalg.eigvalsh": (),
+    "linalg.norm": (),
+    "linalg.qr": (),
+    "partition": ("axis",),
+    "split": ("axis",),
+    "stack": (),
+    "zeros": (),
+    "zeros_like": (),
+}
+here = threading.local()
+launched = []  # threads that have called a function on a GPU
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+def unwrap(value):
+    if isinstance(value, list | tuple):
+        return type(value)(map(unwrap, value))
+    if isinstance(value, np.ndarray) and value.size:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+    return value._array if isinstance(value, ndarray) else value
+
+
+def wrap(value):
+    if isinstance(value, list | tuple):
+        return [wrap(each) for each in value]
+    return ndarray(np.asarray(value))
+
+
+class ndarray(NDArrayOperatorsMixin):  # noqa: N801
+    def __init__(self, array):
+        self._array = array
+
+    def __array__(self, *_args, **_kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(None,), dtype=None):
+        assert method == "__call__"
+        made = ufunc(*map(unwrap, inputs), dtype=dtype, out=unwrap(out))
+        return wrap(made) if out[0] is None else out[0]
+
+    def __array_function__(self, function, types, args, kwargs):
+        name = f"{function.__module__}.{function.__name__}".removeprefix("numpy.")
+        assert kwargs.keys() <= set(FUNCTIONS[name]), f"CuPy's {name} has not all of {kwargs}"
+        launched.append(threading.get_ident())
+        if name == "asarray":
+            return wrap(np.array(args[0]))
+        return wrap(function(*map(unwrap, args), **kwargs))
+
+    shape = property(lambda self: self._array.shape)
+    dtype = property(lambda self: self._array.dtype)
+    size = property(lambda self: self._array.size)
+    T = property(lambda self: wrap(self._array.T))
+
+    def __getitem__(self, key):
+        return wrap(self._array[unwrap(key)])
+
+    def __setitem__(self, key, value):
+        self._array[unwrap(key)] = unwrap(value)
+
+    def __len__(self):
+        return len(self._array)
+
+    def __iter__(self):
+        return map(wrap, self._array)
+
+    def __float__(self):
+        return float(self._array)
+
+    def __int__(self):
+        return int(self._array)
+
+    def __bool__(self):
+        return bool(self._array)
+
+    def astype(self, dtype, *, copy=True):
+        return wrap(self._array.astype(dtype, copy=copy))
+
+    def copy(self):
+        return wrap(self._array.copy())
+
+    def reshape(self, *shape):
+        return wrap(self._array.reshape(*shape))
+
+    def sum(self, axis=None, dtype=None):
+        return wrap(self._array.sum(axis=axis, dtype=dtype))
+
+    def mean(self):
+        return wrap(self._array.mean())
+
+    def max(self):
+        return wrap(self._array.max())
+
+    def min(self):
+        return wrap(self._array.min())
+
+    def set(self, array):
+        assert array.dtype == self.dtype
+        self._array[...] = array
+
+
+def empty(shape, dtype):
+    """Arrays are made while the thread has set device, stream and memory."""
+    assert {"Device", "Stream", "using_allocator"} <= vars(here).keys()
+    if np.dtype(dtype).itemsize * np.prod(shape) > Device.most_bytes:
+        raise OutOfMemoryError("Out of memory allocating 99 bytes")
+    return ndarray(np.full(shape, np.nan, dtype))
+
+
+def asnumpy(array):
+    assert isinstance(array, ndarray)
+    return np.ascontiguousarray(array._array)
+
+
+class Current:
+    """A thing that is current in its thread."""
+
+    def __init__(self, *_args, **_kwargs):
+        self._name = type(self).__name__
+
+    def __enter__(self):
+        setattr(here, self._name, self)
+
+    def __exit__(self, *_):
+        delattr(here, self._name)
+
+
+class Device(Current):
+    most_bytes = free_bytes = 1 << 40
+    mem_info = property(lambda self: (self.free_bytes, 1 << 40))
+
+
+class Stream(Current):
+    pass
+
+
+class using_allocator(Current):  # noqa: N801
+    pass
+
+
+class MemoryPool:
+    def malloc(self, size):
+        """Only its name is asked for."""
+
+
+@pytest.fixture(scope="session")
+def matrices_on_host(gpu_on_host):  # noqa: ARG001
+    """Have the machine play CuPy, unless there is a real GPU that is to be tested."""
+    if IS_REAL:
+        pytest.importorskip("cupy")
+        yield
+        return
+    cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
+    for each in (ndarray, empty, asnumpy):
+        setattr(cupy, each.__name__, each)
+    runtime = SimpleNamespace(getDeviceProperties=lambda _number: {"name": TITLE.encode()})
+    of_cuda = {each.__name__: each for each in (Device, Stream, MemoryPool, using_allocator)}
+    cupy.cuda = SimpleNamespace(runtime=runtime, **of_cuda)
+    cupyx.errstate = lambda linalg: contextlib.nullcontext(linalg)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cupy, cupyx):
+            patch.setitem(sys.modules, module.__name__, module)
+        yield

@@ -1,0 +1,195 @@
+"""Whole matrices on GPUs, with this machine in their place; `make test-gpu` asks a real one."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import cuda_on_host
+import cupy_on_host
+import dare
+from cuda_on_host import last_gpu, on_host_only
+from cupy_on_host import TITLE
+from dare.errors import DareError, DareWarning, RecipeError
+from dare.recipe.recipe import Request
+from helpers import sha256
+
+pytestmark = pytest.mark.usefixtures("matrices_on_host")
+
+METHODS = {
+    "tsv": {},
+    "iso": {},
+    "iso of common and own": {"variant": "cts"},
+    "star+sum": {},
+    "swudi": {},
+    "dc_merge": {"keep_ratio": 0.2, "max_ratio": 3.0},
+    "knots": {"keep_ratio": 0.5, "weight": [1.0, -0.5]},
+    "linear+svc": {},
+    "sum+svc": {},
+}
+
+
+CUTS = {"dc_merge", "knots"}  # elements that lie at a cut may be kept here and not there
+
+
+def matrices(kind, rows, columns, seed):
+    """Changes as fine-tunes have them, of few directions, falling, or none."""
+    rng = np.random.default_rng(seed)
+    if kind == "none":
+        return np.zeros((rows, columns), np.float32)
+    noise = rng.standard_normal((rows, columns)).astype(np.float32)
+    if kind == "noise":
+        return noise
+    rank = 5 if kind == "few" else min(rows, columns)
+    left, _ = np.linalg.qr(noise[:, :rank])
+    right, _ = np.linalg.qr(rng.standard_normal((columns, rank)))
+    values = np.linspace(2, 1, rank) if kind == "few" else np.geomspace(1, 1e-3, rank)
+    return (left * values @ right.T).astype(np.float32)
+
+
+SMALL = [("noise", 30, 20), ("falling", 20, 30), ("none", 20, 30)]
+CASES = [(method, kind) for method in METHODS for kind in SMALL] + [
+    ("tsv", ("noise", 384, 400)),
+    ("star+sum", ("noise", 400, 384)),
+    ("iso", ("noise", 384, 384)),
+    ("iso", ("few", 512, 520)),
+    ("knots", ("noise", 384, 390)),
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), CASES, ids=str)
+def test_results_are_within_the_tolerance(method, kind):
+    base = {"w": np.zeros(kind[1:], np.float32)}
+    models = [{"w": matrices(*kind, seed)} for seed in (1, 2)]
+    how = {"method": method.partition(" ")[0], "verbose": False, **METHODS[method]}
+    cupy_on_host.launched.clear()
+    expected, found = (
+        dare.merge_arrays(base, models, device=device, **how)[0]["w"].astype(np.float64)
+        for device in ("cpu", "cuda")
+    )
+    most = 1e-2 if method in CUTS else 1e-4
+    assert np.linalg.norm(found - expected) <= most * np.linalg.norm(expected)
+    assert cupy_on_host.IS_REAL or cupy_on_host.launched
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("models"), np.random.default_rng(7)
+    base = {name: rng.normal(0, 1, (60, 50)).astype(np.float32) for name in "abcd"}
+    base["row"] = rng.normal(0, 1, 130).astype(np.float32)
+    files = [folder / f"{name}.safetensors" for name in ("base", "a", "b", "c")]
+    save_file(base, files[0])
+    for file in files[1:]:
+        noise = {name: rng.normal(0, 0.01, w.shape) for name, w in base.items()}
+        save_file({n: (w + noise[n]).astype(np.float32) for n, w in base.items()}, file)
+    return files
+
+
+def recipe(models, output, method="tsv", **settings):
+    base, *tuned = models
+    how = {"method": method, "output": output, "verbose": False, "threads": 2}
+    return {"base": base, "models": tuned, **how, **settings}
+
+
+def manifest_of(report):
+    path = report.output.with_name(f"{report.output.name}.manifest.json")
+    return json.loads(path.read_text())
+
+
+def test_the_device_belongs_to_the_identity_where_matrices_go_to_it(models, tmp_path):
+    plans = {
+        (method, device): dare.plan(**recipe(models, None, method), device=device)
+        for method in ("tsv", "dare+ties", "fourier+sum")
+        for device in ("cpu", "cuda", "auto")
+    }
+    prints = {key: plan.fingerprint for key, plan in plans.items()}
+    assert prints["tsv", "cuda"] != prints["tsv", "cpu"] == prints["tsv", "auto"]
+    for method in ("dare+ties", "fourier+sum"):
+        assert len({prints[method, device] for device in ("cpu", "cuda", "auto")}) == 1
+    told = {key for key, plan in plans.items() for n in plan.notes if n.code == "matrices_on_gpu"}
+    assert told == {("tsv", "cuda")}
+    (note,) = (n for n in plans["tsv", "cuda"].notes if n.code == "matrices_on_gpu")
+    assert "4 of 5 tensors" in note.text
+    made = {
+        device: dare.merge(**recipe(models, tmp_path / f"{device}.safetensors"), device=device)
+        for device in ("cpu", "cuda")
+    }
+    assert manifest_of(made["cuda"])["device"] == plans["tsv", "cuda"].matrix_gpus.title
+    assert "device" not in manifest_of(made["cpu"])
+    assert dare.verify(made["cuda"].output)
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("device", "resumes"), [("cpu", False), ("cuda", True)])
+def test_another_device_does_not_resume(models, tmp_path, device, resumes):
+    settings = recipe(models, tmp_path / "m.safetensors", threads=1)
+
+    def stop_late(done, total):
+        if done > 0.9 * total:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        dare.merge(**settings, device=last_gpu(), progress=stop_late)
+    assert (dare.merge(**settings, device=device).resumed_chunks > 0) == resumes
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_repeating_elsewhere_says_that_bytes_may_differ(models, tmp_path, first, second, moved):
+    """Inputs and weights of models are still those of the manifest."""
+    settings = recipe(models, tmp_path / "m.safetensors", weight=[1.0, 0.5, 0.25], device=first)
+    made = dare.merge(**settings)
+    again = {"output": tmp_path / "again.safetensors", "verbose": False}
+    if moved:
+        again |= {"base": models[0], "models": models[1:]}
+    here = dare.merge(made.output, **again, device=first)
+    assert here.digests == made.digests
+    with pytest.warns(DareWarning, match=r"may differ.*repeat it on"):
+        there = dare.merge(made.output, **again, device=second, overwrite=True)
+    assert manifest_of(there)["models"] == manifest_of(made)["models"]
+    arrays = [np.fromfile(report.output, np.float32)[-1000:] for report in (made, there)]
+    np.testing.assert_allclose(*arrays, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_candidates_are_what_their_merge_is(models, tmp_path, device):
+    base, *tuned = models
+    held = dare.Candidates(Request.of(base=base, models=tuned, method="tsv", device=device))
+    settings = recipe(models, tmp_path / "m.safetensors", device=device)
+    assert held.make().digest == dare.merge(**settings).digests.output
+
+
+@on_host_only
+def test_what_is_missing_is_named(models, monkeypatch, tmp_path):
+    settings = recipe(models, tmp_path / "m.safetensors", device="cuda")
+    monkeypatch.setattr(cupy_on_host.Device, "most_bytes", 5000)
+    with pytest.raises(DareError, match=r"cuda: Out of memory.*device = cpu"):
+        dare.merge(**settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy_on_host.Device, "free_bytes", 1 << 20)
+        with pytest.raises(RecipeError, match=r"cuda: one thread needs .* is free.*device = cpu"):
+            dare.plan(**settings)
+    with pytest.raises(RecipeError, match=r"max_gpu_memory = 1000:.*at least"):
+        dare.plan(**settings, max_gpu_memory=1000)
+    monkeypatch.setitem(cupy_on_host.sys.modules, "cupy", None)
+    with pytest.raises(RecipeError, match=r"cuda:.*gpu-matrices.*device = cpu"):
+        dare.plan(**settings)
+    assert dare.plan(**settings | {"method": "dare+ties"}).matrix_gpus is None
+
+
+@on_host_only
+def test_memory_limits_the_threads(models, monkeypatch):
+    settings = recipe(models, None, device="cuda", threads=4)
+    limit = 28 << 20  # enough for the matrices and smallest batches of two threads
+    assert dare.plan(**settings).cost.threads == 4
+    small = dare.plan(**settings, max_gpu_memory=limit).cost
+    monkeypatch.setattr(cupy_on_host.Device, "free_bytes", limit // cuda_on_host.GPUS)
+    for cost in (small, dare.plan(**settings).cost):
+        assert cost.threads == 2
+        assert cost.gpu_bytes <= limit
+    assert dare.plan(**settings | {"device": "cuda:0"}).cost.threads == 1
