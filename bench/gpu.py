@@ -1,6 +1,7 @@
 """Merges on a GPU beside those on the processor: the kernel, whole merges, candidates in memory.
 
     python bench/gpu.py /dev/shm/gpu --parameters 0.95e9
+    python bench/gpu.py /dev/shm/gpu --parameters 0.3e9 --parts noise strong
 
 Each part compares bytes and figures first, so that nothing that is wrong is timed. Needs torch,
 which makes the models: a base and three fine-tunes in bf16, deltas of σ = 0.001. Best of five.
@@ -51,6 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
     parts = {"kernel": kernels, "files": files, "candidates": candidates}
+    parts |= {kind: functools.partial(matrices, kind) for kind in ("noise", "strong")}
     for part in options.parts:
         parts[part](options.folder, int(options.parameters))
 
@@ -224,6 +226,101 @@ def candidates(folder: Path, parameters: int) -> None:
             print(method, device, f"{1000 * min(times):.0f} ms a candidate", flush=True)
             del held
         assert len(digests) == 1, "the digests differ"
+
+
+# ---------------------------------------------------------------- whole matrices
+
+MATRIX_METHODS = ("iso", "tsv", "star+sum", "swudi", "dc_merge", "knots", "linear+svc")
+MATRIX = 2048, 5632
+THREADS = 4, 8
+
+
+def make_matrices(folder: Path, parameters: int, kind: str) -> list[Path]:
+    """Files of a base and four fine-tunes: deltas of noise, or with directions that stand out."""
+    paths = [folder / kind / f"{name}.safetensors" for name in ("base", "a", "b", "c", "d")]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    count = parameters // (MATRIX[0] * MATRIX[1])
+    torch.manual_seed(0)
+    base = [torch.empty(MATRIX, device="cuda").normal_(0, 0.02) for _ in range(count)]
+    for path in paths:
+        changed = base
+        if path != paths[0]:
+            changed = [weight + delta_of(kind) for weight in base]
+        named = {f"layers.{n}.weight": w.bfloat16().cpu() for n, w in enumerate(changed)}
+        save_file(named, path)
+    return paths
+
+
+def delta_of(kind: str) -> torch.Tensor:
+    """Return a change of σ = 0.001, or one with 16 directions that hold most of it."""
+    noise = torch.empty(MATRIX, device="cuda").normal_(0, 0.001)
+    if kind == "noise":
+        return noise
+    left, right = (
+        torch.randn(shape, device="cuda") for shape in ((MATRIX[0], 16), (16, MATRIX[1]))
+    )
+    return noise / 2 + left @ right * (0.001 / 4)
+
+
+def matrices(kind: str, folder: Path, parameters: int) -> None:
+    """Compare results of matrix stages with the processor's, and time whole processes."""
+    deltas = [delta_of(kind) for _ in range(4)]
+    svds = {
+        "iso": best_ms(lambda: torch.linalg.svd(torch.stack(deltas).sum(0), full_matrices=False)),
+        "tsv": best_ms(lambda: torch_tsv(deltas)),
+    }
+    count = parameters // (MATRIX[0] * MATRIX[1])
+    told = {name: f"{ms * count / 1000:.2f} s" for name, ms in svds.items()}
+    print(kind, f"torch.linalg.svd, {count} matrices without files:", told, flush=True)
+    for method in MATRIX_METHODS:
+        for shape in ((1024, 1536), (1536, 1024), (300, 500)):
+            print(kind, method, shape, f"error {difference(method, kind, shape):.1e}", flush=True)
+    base, *tuned = make_matrices(folder, parameters, kind)
+    for method in MATRIX_METHODS:
+        times: dict[str, list[float]] = {}
+        digests = set()
+        for device, threads, rounds in (("cpu", 16, 1), *(("cuda", n, 3) for n in THREADS)):
+            command = [sys.executable, "-m", "dare", "merge", "--json", "--overwrite"]
+            command += ["--base", str(base), "--models", *map(str, tuned), "--method", method]
+            command += ["--output", str(folder / "merged.safetensors"), "--device", device]
+            command += ["--threads", str(threads)]
+            found = times.setdefault(f"{device}, {threads} threads", [])
+            for _ in range(rounds):
+                started = time.perf_counter()
+                done = subprocess.run(command, check=False, capture_output=True, text=True)
+                found.append(round(time.perf_counter() - started, 2))
+                if done.returncode:
+                    print(method, device, done.stderr[-2000:], flush=True)
+                elif device == "cuda":
+                    digests.add(json.loads(done.stdout)["digests"]["output"])
+        print(kind, method, times, f"{len(digests)} different outputs of the GPU", flush=True)
+
+
+def torch_tsv(deltas: list[torch.Tensor]) -> torch.Tensor:
+    """Do what `tsv` does, by the textbook."""
+    rank = min(MATRIX) // len(deltas)
+    parts = [torch.linalg.svd(delta, full_matrices=False) for delta in deltas]
+    left = torch.cat([part[0][:, :rank] for part in parts], dim=1)
+    right = torch.cat([part[2][:rank] for part in parts])
+    sides = [torch.linalg.svd(side, full_matrices=False) for side in (left, right)]
+    left, right = (side[0] @ side[2] for side in sides)
+    return (left * torch.cat([part[1][:rank] for part in parts])) @ right
+
+
+def difference(method: str, kind: str, shape: tuple[int, int]) -> float:
+    """Return how far the GPU's result is from the processor's, relative to its norm."""
+    rows, columns = min(shape), max(shape)
+    deltas = [delta_of(kind)[:rows, :columns].cpu().numpy() for _ in range(4)]
+    if shape[0] > shape[1]:
+        deltas = [np.ascontiguousarray(delta.T) for delta in deltas]
+    zeros = {"w": np.zeros(shape, np.float32)}
+    here, there = (
+        dare.merge_arrays(
+            zeros, [{"w": d} for d in deltas], method=method, device=device, verbose=False
+        )[0]["w"].astype(np.float64)
+        for device in ("cpu", "cuda")
+    )
+    return float(np.linalg.norm(there - here) / np.linalg.norm(here))
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """Whole matrices on GPUs, with this machine in their place; `make test-gpu` asks a real one."""
 
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -11,10 +10,8 @@ import cuda_on_host
 import cupy_on_host
 import dare
 from cuda_on_host import last_gpu, on_host_only
-from cupy_on_host import TITLE
 from dare.errors import DareError, DareWarning, RecipeError
 from dare.recipe.recipe import Request
-from helpers import sha256
 
 pytestmark = pytest.mark.usefixtures("matrices_on_host")
 
