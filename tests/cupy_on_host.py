@@ -32,6 +32,8 @@ FUNCTIONS = {
     "partition": ("axis",),
     "split": ("axis",),
     "stack": (),
+    "take_along_axis": (),
+    "where": (),
     "zeros": (),
     "zeros_like": (),
 }
@@ -103,8 +105,11 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def __bool__(self):
         return bool(self._array)
 
-    def astype(self, dtype, *, copy=True):
-        return wrap(self._array.astype(dtype, copy=copy))
+    def argmax(self, axis):
+        return wrap(self._array.argmax(axis=axis))
+
+    def astype(self, dtype, *, order="K", copy=True):
+        return wrap(self._array.astype(dtype, order=order, copy=copy))
 
     def copy(self):
         return wrap(self._array.copy())

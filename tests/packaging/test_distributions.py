@@ -138,7 +138,7 @@ def test_install_hints_name_extras_and_no_package_that_anyone_could_register() -
     files = [ROOT / "README.md", *(p for tree in trees for p in (ROOT / tree).rglob("*"))]
     texts = {p: p.read_text("utf-8") for p in files if p.suffix in suffixes and p.is_file()}
     assert not [path for path, text in texts.items() if "dare-merge[" in text]
-    hint = re.compile(r"install_command\('(\w+)'\)|pip install '\.\[(\w+)\]'")
+    hint = re.compile(r"install_command\('([\w-]+)'\)|pip install '\.\[([\w-]+)\]'")
     named = {name for text in texts.values() for found in hint.findall(text) for name in found}
     assert named - {""} == set(PROJECT["optional-dependencies"])
 

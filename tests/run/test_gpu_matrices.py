@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import cuda_on_host
 import cupy_on_host
 import dare
 from cuda_on_host import last_gpu, on_host_only
 from dare.errors import DareError, DareWarning, RecipeError
+from dare.lora.extraction import extract_adapter
 from dare.recipe.recipe import Request
 
 pytestmark = pytest.mark.usefixtures("matrices_on_host")
@@ -159,6 +160,26 @@ def test_candidates_are_what_their_merge_is(models, tmp_path, device):
     held = dare.Candidates(Request.of(base=base, models=tuned, method="tsv", device=device))
     settings = recipe(models, tmp_path / "m.safetensors", device=device)
     assert held.make().digest == dare.merge(**settings).digests.output
+
+
+@pytest.mark.parametrize("how", [{"rank": 4}, {"energy": 0.6}, {"rank": 40}], ids=str)
+def test_adapters_are_extracted_there(tmp_path, how):
+    """By a sketch, by the energies of all directions, and by more directions than are sketched."""
+    base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    change = {"a.weight": matrices("falling", 190, 200, 1), "b.weight": matrices("few", 90, 70, 2)}
+    save_file({name: np.zeros_like(w) for name, w in change.items()}, base)
+    save_file(change, tuned)
+    products = {}
+    for device in ("cpu", "cuda"):
+        output = tmp_path / device
+        report = extract_adapter(base, tuned, output, **how, as_stored=True, device=device)
+        found = load_file(output / "adapter_model.safetensors")
+        pairs = zip(*[iter(sorted(found))] * 2, strict=True)
+        products[device] = [found[b] @ found[a] for a, b in pairs]
+        manifest = (report.output / "dare-manifest.json").read_text()
+        assert ('"device"' in manifest) == (device == "cuda")
+    for here, there in zip(*products.values(), strict=True):
+        assert np.linalg.norm(here - there) <= 1e-5 * np.linalg.norm(here)
 
 
 @on_host_only

@@ -157,7 +157,9 @@ def test_without_a_gpu_auto_is_the_processor(models, monkeypatch):
         dare.plan(**settings | {"device": "cuda"})
 
 
-@pytest.mark.parametrize(("method", "count"), [("dare+ties", 0), ("della+ties", 5), ("fourier+sum", 5)])
+@pytest.mark.parametrize(
+    ("method", "count"), [("dare+ties", 0), ("della+ties", 5), ("fourier+sum", 5)]
+)
 def test_the_plan_says_what_the_processor_merges(models, method, count):
     settings = recipe(models, None, method)
     for device in ("cuda", "cpu"):

@@ -189,6 +189,7 @@ def extract(
     base_name: str | None = None,
     as_stored: Annotated[bool, Flag()] = False,
     dtype: Type = "F32",
+    device: str = "cpu",
     overwrite: Overwrite = False,
 ) -> Work:
     """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank.
@@ -199,6 +200,7 @@ def extract(
     :param save_others: Store other changed tensors in full.
     :param base_name: Name of the base in the adapter, if not that of its folder.
     :param as_stored: Take names from the file, not from transformers.
+    :param device: What computes: cpu, cuda or cuda:N.
     """
     from dare.lora.extraction import extract_adapter
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,6 +179,14 @@ def load(name: str) -> Any:
     module = "reference" if _has_no_library(device) else device.module
     found = importlib.import_module(f"dare.kernels.{module}")
     return found.Kernels(name) if device.is_gpu else found
+
+
+def call_with_matrices(
+    kernels: Any, function: Callable[..., Any], *given: Any, **settings: Any
+) -> Any:
+    """Call a function of matrices: on a GPU, if the kernels are of one that takes them."""
+    gpu = getattr(kernels, "matrices", None)
+    return gpu.call(function, *given, **settings) if gpu else function(*given, **settings)
 
 
 def device_notices(name: str) -> Iterator[Notice]:

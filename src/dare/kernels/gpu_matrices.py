@@ -11,12 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dare.errors import RecipeError, install_command
 from dare.kernels import MatrixGpus
-
-Floats = NDArray[np.float32]
 
 
 def describe_gpus(name: str, numbers: Sequence[int]) -> MatrixGpus:
@@ -45,8 +42,11 @@ class Matrices:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pool = cupy.cuda.MemoryPool()
 
-    def call(self, function: Callable[..., Any], *given: Any, **settings: Any) -> Floats:
-        """Call a function with copies of matrices on the GPU, and return its result from there."""
+    def call(self, function: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+        """Call a function with copies of matrices on the GPU, and return its result from there.
+
+        A named tuple that it returns may have matrices too.
+        """
         import cupy
         import cupyx
 
@@ -59,8 +59,12 @@ class Matrices:
             copy.set(value)
             return copy
 
+        def fetched(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return type(value)(*map(fetched, value))
+            return cupy.asnumpy(value) if isinstance(value, cupy.ndarray) else value
+
         own_memory = cupy.cuda.using_allocator(self._pool.malloc)
         checked = cupyx.errstate(linalg="raise")
         with self._errors_named(), self._device, self._stream, own_memory, checked:
-            result: Floats = cupy.asnumpy(function(*map(sent, given), **settings))
-        return result
+            return fetched(function(*map(sent, given), **settings))

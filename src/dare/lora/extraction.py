@@ -37,6 +37,7 @@ from dare.inputs.transformers_models import (
     find_places,
     places_as_stored,
 )
+from dare.kernels import call_with_matrices, check_device, find_matrix_gpus, load
 from dare.lora.low_rank import Wanted, join_experts, truncate_matrix
 from dare.lora.reading import list_findings
 from dare.lora.writing import (
@@ -141,6 +142,7 @@ def extract_adapter(
     base_name: str | None = None,
     as_stored: bool = False,
     dtype: str = "F32",
+    device: str = "cpu",
     overwrite: bool = False,
 ) -> ExtractionReport:
     """Write the change from base to model as a LoRA, with a given rank or share of the energy.
@@ -149,7 +151,7 @@ def extract_adapter(
     all linear layers except the head are extracted. `save_others` stores everything else that has
     changed in full. Names and kinds of modules are those that transformers loads by the base's
     `config.json`. For a model that another library loads, `as_stored` uses the stored names and
-    treats every matrix as a layer.
+    treats every matrix as a layer. `device` is what computes, as in `merge`.
     """
     base, model, target = to_path(base), to_path(model), to_path(output)
     how = {
@@ -162,9 +164,11 @@ def extract_adapter(
         "as_stored": as_stored,
         "dtype": weight_type(dtype).name,
     }
+    if gpus := find_matrix_gpus(check_device(device)):
+        how["device"] = gpus.title
     change, wanted = _open(base, model, as_stored), Wanted(rank, energy)
     name = base_name or short_name(base)
-    work = Extract(target, change, wanted, _choose(change, modules), how, name)
+    work = Extract(target, change, wanted, _choose(change, modules), how, name, device)
     return run(work, overwrite=overwrite)
 
 
@@ -178,6 +182,7 @@ class Extract(AdapterWork[ExtractionReport]):
     chosen: Sequence[str]  # the tensors to extract
     how: Mapping[str, Any]  # the user's settings, for the manifest
     base_name: str
+    device: str
 
     def __post_init__(self) -> None:
         inputs = [*self.change.base.files, *self.change.model.files]
@@ -227,12 +232,14 @@ class Extract(AdapterWork[ExtractionReport]):
 
     def _extract(self) -> Iterator[ModuleReport]:
         """Store the factors of the chosen matrices that have changed."""
+        kernels = load(self.device)
         for tensor in self.chosen:
             place, name = self.change.places[tensor], self.change.places[tensor].target
             matrices = self.change.read_matrices(tensor)
             if place.kind in ("conv1d", "turned_parameter"):
                 matrices = (matrix.T for matrix in matrices)
-            parts = [truncate_matrix(matrix, self.wanted, name) for matrix in matrices]
+            how = self.wanted, name
+            parts = [call_with_matrices(kernels, truncate_matrix, each, *how) for each in matrices]
             low_rank = join_experts(parts)
             if rank := low_rank.rank // len(parts):
                 self.put(f"{name}.lora_A.weight", low_rank.right)

@@ -25,14 +25,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError, RecipeError
 from dare.inputs.sources import Floats, Raw, SourceView
-from dare.kernels.linalg import NOISE, PANEL, Doubles, falling_eigen, gram, squared_norm
+from dare.kernels.linalg import (
+    NOISE,
+    PANEL,
+    Doubles,
+    falling_eigen,
+    gram,
+    random_like,
+    squared_norm,
+)
 from dare.lora.reading import AdapterFile, LoraModule
 
 Numbers = NDArray[np.floating[Any]]
@@ -73,12 +81,11 @@ class Wanted:
         rank = int(np.count_nonzero(energies > NOISE**2 * energies[0]))
         if self.energy is not None:
             held = np.cumsum(energies)
-            rank = min(rank, int(np.searchsorted(held, self.energy * total)) + 1)
+            rank = min(rank, int(np.count_nonzero(held < self.energy * total)) + 1)
         return rank if self.rank is None else min(rank, self.rank)
 
 
-@dataclass(frozen=True)
-class LowRank:
+class LowRank(NamedTuple):
     """A matrix as left·right, the root of each singular value in either, and what that loses."""
 
     left: Floats  # rows × rank
@@ -181,8 +188,7 @@ def _basis_width(width: int) -> int:
 
 def _krylov_basis(wide: Floats, width: int) -> Floats:
     """Return an orthonormal basis that all but contains the leading left singular vectors."""
-    start = np.random.default_rng(0).standard_normal((wide.shape[1], width), np.float32)
-    blocks = [np.linalg.qr(wide @ start)[0]]
+    blocks = [np.linalg.qr(wide @ random_like(wide, wide.shape[1], width))[0]]
     for _ in range(DEPTH):
         across = np.linalg.qr(wide.T @ blocks[-1])[0]
         blocks.append(np.linalg.qr(wide @ across)[0])
@@ -206,11 +212,11 @@ def _within(
 
 def _oriented(left: Numbers, right: Numbers) -> tuple[Floats, Floats]:
     """Fix the signs, which a decomposition leaves open: a column's largest entry is positive."""
-    places = np.abs(left).argmax(axis=0)
-    signs = np.where(left[places, np.arange(left.shape[1])] < 0, -1.0, 1.0)
+    places = np.abs(left).argmax(axis=0)[None]
+    signs = np.where(np.take_along_axis(left, places, 0)[0] < 0, -1.0, 1.0)
     left, right = left * signs, right * signs[:, None]
     with np.errstate(over="ignore"):  # what is too large is refused where it is stored
-        return np.ascontiguousarray(left, np.float32), np.ascontiguousarray(right, np.float32)
+        return left.astype(np.float32, order="C"), right.astype(np.float32, order="C")
 
 
 def check_finite(*figures: Numbers | float, where: str) -> None:

@@ -378,9 +378,8 @@ def _summed(plan: AdapterPlan) -> Iterator[Merged]:
             merged = list(_stack(plan, module))
             if (wanted := plan.wanted) is not None:
                 cuts = (truncate_product(m.left, m.right, wanted, module.name) for m in merged)
-                merged = [
-                    replace(cut, squared=m.squared) for cut, m in zip(cuts, merged, strict=True)
-                ]
+                pairs = zip(cuts, merged, strict=True)
+                merged = [cut._replace(squared=each.squared) for cut, each in pairs]
             yield module, merged, _bias_sum(plan, module) if module.has_bias else None
 
 

@@ -11,7 +11,7 @@ directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from dare.errors import NotFiniteError
+from dare.kernels import call_with_matrices
 from dare.stages.blocks import Block, Deltas, Floats, View
 from dare.stages.registry import (
     Parameter,
@@ -114,7 +115,7 @@ def matrix_delta_stage(
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def work(view: View, **settings: Any) -> Floats:
             matrix = gather(view, combines=False)[0][0]
-            return _call(view, declared.get("on_gpu", False), function, matrix, **settings)
+            return _call(view, declared, function, matrix, **settings)
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -142,7 +143,7 @@ def matrix_combine_stage(
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
         def work(view: View, **settings: Any) -> Floats:
             given = gather(view, combines=True)
-            return _call(view, declared.get("on_gpu", False), function, *given, **settings)
+            return _call(view, declared, function, *given, **settings)
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
@@ -187,23 +188,27 @@ def refine(
     merged = flat.reshape(as_matrix(view.shape))
     for stage, settings in stages:
         assert stage.survey is not None  # as every refine stage has one
+        kernels = view.kernels if stage.on_gpu else None
         given = merged, matrices, weights
-        merged = _call(view, stage.on_gpu, stage.survey, *given, **settings)
+        merged = call_with_matrices(kernels, stage.survey, *given, **settings)
     return merged
-
-
-def _call(
-    view: View, on_gpu: bool, function: Callable[..., Floats], *given: Any, **settings: Any
-) -> Floats:
-    """Call a function of matrices: on a GPU, if it can be called there and one was asked for."""
-    gpu = getattr(view.kernels, "matrices", None) if on_gpu else None
-    made: Floats = gpu.call(function, *given, **settings) if gpu else function(*given, **settings)
-    return made
 
 
 def chunk_of_summary(deltas: Deltas) -> Floats:
     """Return the part of the whole matrix in the summary that the deltas are of."""
     return _chunk_of(deltas.summary, deltas.blocks[0])
+
+
+def _call(
+    view: View,
+    declared: Mapping[str, Any],
+    function: Callable[..., Floats],
+    *given: Any,
+    **how: Any,
+) -> Floats:
+    kernels = view.kernels if declared.get("on_gpu") else None
+    result: Floats = call_with_matrices(kernels, function, *given, **how)
+    return result
 
 
 def _survey(work: Callable[..., Floats], work_bytes: WorkBytes) -> dict[str, Any]:
