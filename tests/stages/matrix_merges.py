@@ -69,6 +69,7 @@ class FakeWalk:
     """A walk over arrays that are there already, in one chunk."""
 
     spare_bytes = 0
+    kernels = None
 
     def __init__(self, kind, deltas):
         self.shape = deltas[0].shape
