@@ -361,7 +361,8 @@ class Kernels:
         """What calls functions of matrices on the GPU; None if the processor is to do so."""
         if not takes_matrices(self._name):
             return None
-        return Matrices(self._worker.number, partial(_errors_named, self._name, NO_ROOM))
+        remedy = "close what else uses the GPU, use fewer threads, or merge with device = cpu"
+        return Matrices(self._worker.number, partial(_errors_named, self._name, remedy))
 
     def pinned(self, nbytes: int) -> Bytes:
         with _errors_named(self._name, "lower max_memory, or merge with device = cpu"):

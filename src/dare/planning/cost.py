@@ -152,7 +152,7 @@ class Cost:
 
     @property
     def gpu_bytes(self) -> int:
-        """The most that buffers on GPUs take, and as much of the machine's own memory for them."""
+        """The most that GPUs have to have: for matrices, and for buffers, as much as here."""
         return self.threads * self._gpu_bytes_for(self.chunks_at_once)
 
     @property
