@@ -89,7 +89,7 @@ def test_the_wheel_has_the_whole_package_and_nothing_else(distributions: Distrib
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in str(path)
     }
-    expected |= {f"dare/kernels/gpu/{name}" for name in cuda.HEADERS}
+    expected |= {f"dare/kernels/gpu/{name}" for name in (*cuda.OF_MERGES, *cuda.OF_DIGESTS)}
     with zipfile.ZipFile(distributions[1]) as archive:
         names = archive.namelist()
     assert {name for name in names if ".dist-info/" not in name} == expected
