@@ -82,7 +82,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, source, content=text))
         page = source.replace(".ipynb", ".md")
         files.append(File.generated(config, page, content=notebook(json.loads(text)["cells"])))
-    for name, content in page_assets(is_server=False).items():
+    for name, content in page_assets(is_server=False, has_docs=True).items():
         files.append(File.generated(config, f"playground/{name}", content=content()))
     files.append(File.generated(config, "colours.css", content=style_sheet()))
     return files

@@ -37,8 +37,9 @@ MODELS: Mapping[str, Callable[[], bytes]] = {
 DIGEST_BYTES = 32
 
 
-# The parts of the playground; each has a template of its name.
+# The parts of the playground; each has a tab, and a template of its name.
 SECTIONS = (
+    Section("top", "What is DARE?"),
     Section("drop", "Drop and rescale"),
     Section("signs", "Signs and conflict"),
     Section("live", "Merge live"),
@@ -54,10 +55,13 @@ POLICY = (
 Assets = Mapping[str, Callable[[], bytes]]
 
 
-def page_assets(*, is_server: bool) -> Assets:
-    """Return the files of the page with their makers; only a server has own models."""
+def page_assets(*, is_server: bool, has_docs: bool = False) -> Assets:
+    """Return the files of the page with their makers; only a server has own models.
+
+    With `has_docs` it links to the documentation, in whose folder it lies.
+    """
     found: dict[str, Callable[[], bytes]] = {
-        INDEX: partial(render_index, is_server=is_server),
+        INDEX: partial(render_index, is_server=is_server, has_docs=has_docs),
         "vega.js": drawing_library,
         "prompts.json": prompts,
     }
@@ -69,12 +73,12 @@ def page_assets(*, is_server: bool) -> Assets:
     return found
 
 
-def render_index(*, is_server: bool) -> bytes:
+def render_index(*, is_server: bool, has_docs: bool) -> bytes:
     """Render the page itself."""
     return render_template(
         PACKAGE,
         "playground.html.jinja",
-        scripts=[read_template(SHELL, "page.js")],
+        scripts=[read_template(SHELL, "page.js"), read_template(PACKAGE, "tabs.js")],
         styles=[read_template(PACKAGE, name) for name in STYLES],
         policy=POLICY,
         allowed=("'self'", "'wasm-unsafe-eval'"),
@@ -82,6 +86,7 @@ def render_index(*, is_server: bool) -> bytes:
         sections=SECTIONS,
         drawings=[],
         is_server=is_server,
+        has_docs=has_docs,
     ).encode()
 
 
@@ -100,7 +105,8 @@ def write_folder(folder: Path, *, overwrite: bool = False) -> list[str]:
 
     A folder with files that do not belong to the page is refused, unless `overwrite` is true.
     """
-    assets = page_assets(is_server=False)
+    has_docs = (folder.absolute().parent / "methods" / INDEX).exists()
+    assets = page_assets(is_server=False, has_docs=has_docs)
     found = [path for path in folder.rglob("*") if not path.is_dir()]
     names = sorted(path.relative_to(folder).as_posix() for path in found)
     if not overwrite and (others := [name for name in names if name not in assets]):

@@ -18,9 +18,9 @@ const darePage = (() => {
     return picked === "auto" ? (system.matches ? "dark" : "light") : picked;
   };
 
-  // What is folded has no width yet: it is drawn when it is opened.
+  // What is folded or in another tab has no width yet: it is drawn when it is opened.
   const isOpen = (figure) =>
-    !document.getElementById(`chart-${figure.name}`)?.closest("details:not([open])");
+    !document.getElementById(`chart-${figure.name}`)?.closest("[hidden], details:not([open])");
 
   function keepChoices(figure, view) {
     const picked = chosen.get(figure.name) ?? new Map();
@@ -32,6 +32,7 @@ const darePage = (() => {
   }
 
   async function draw(figure, name) {
+    figure.theme = name;
     const place = document.getElementById(`chart-${figure.name}`);
     views.get(figure.name)?.finalize();
     const { view } = await vegaEmbed(place, figure.spec, {
@@ -59,10 +60,18 @@ const darePage = (() => {
     root.dataset.drawn = name;
   }
 
+  /** Draw what has been opened, and fit the rest to its place. */
+  function fit() {
+    for (const figure of figures.filter(isOpen)) {
+      if (figure.theme !== shownTheme()) draw(figure, shownTheme());
+      else views.get(figure.name)?.resize().runAsync();
+    }
+  }
+
   function add(name, spec) {
     const figure = { name, spec, updates: {} };
     figures.push(figure);
-    return draw(figure, shownTheme());
+    return isOpen(figure) && draw(figure, shownTheme());
   }
 
   async function update(name, datasets) {
@@ -120,18 +129,13 @@ const darePage = (() => {
   document.addEventListener(
     "toggle",
     (event) => {
-      if (!event.target.open) return;
-      for (const figure of figures) {
-        const place = document.getElementById(`chart-${figure.name}`);
-        if (!event.target.contains(place) || !isOpen(figure)) continue;
-        if (place.dataset.drawn !== shownTheme()) draw(figure, shownTheme());
-      }
+      if (event.target.open) fit();
     },
     true,  // toggle does not bubble
   );
   // The contents say where one is.
   const links = new Map();
-  for (const link of document.querySelectorAll("nav a")) links.set(link.hash.slice(1), link);
+  for (const link of document.querySelectorAll("nav li a")) links.set(link.hash.slice(1), link);
   const seen = new IntersectionObserver(
     (entries) => {
       for (const entry of entries.filter((found) => found.isIntersecting)) {
@@ -148,9 +152,7 @@ const darePage = (() => {
   let timer;
   window.addEventListener("resize", () => {
     clearTimeout(timer);
-    timer = setTimeout(() => {
-      for (const view of views.values()) view.resize().runAsync();
-    }, 150);
+    timer = setTimeout(fit, 150);
   });
   theme.value = root.dataset.theme;
   theme.addEventListener("change", () => {

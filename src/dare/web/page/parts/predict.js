@@ -72,12 +72,12 @@ export async function mount(section, { state }) {
       : "Drop a share p, and do not rescale: how many answers stay right?";
     at("how").textContent = isShown
       ? "The band reaches from the worst of five seeds to the best. You can still move your guess."
+      : isDrawn ? "Now press “Show what happens”."
       : "Drag across the chart. By keyboard: “Set it with sliders”.";
-    at("verdict").textContent = isShown ? inWords(offBy(guess, found)) : "Not revealed yet";
-    at("why").textContent = isShown ? WHY[state.get("predict.q")] :
-      isDrawn ? "Now press “Show what happens”." :
-      "After your guess you see the measured curve, with its spread over five seeds.";
-    at("next").hidden = !isShown || state.get("predict.q") !== "on";
+    section.querySelector("#predict-outcome").hidden = !isShown;
+    at("verdict").textContent = inWords(offBy(guess, found));
+    at("why").textContent = WHY[state.get("predict.q")];
+    at("next").hidden = state.get("predict.q") !== "on";
     section.querySelector("#predict-larger").hidden = !seen().length;
   }
 

@@ -1,6 +1,6 @@
 // The top of the page: one weight in three models, then what the models and a merge of them write.
 /* global darePage */
-import { button, make } from "../controls.js";
+import { make } from "../controls.js";
 import { examplesOf, loadJson, writeTwice } from "../loading.js";
 import { NAMES, sumOf } from "../tensors.js";
 import { addWeight } from "./top/weight.js";
@@ -8,15 +8,16 @@ import { addWeight } from "./top/weight.js";
 export { defaults } from "./top/weight.js";
 
 export async function mount(section, { state, engine }) {
-  addButtons(section.querySelector(".meta .buttons"), state);
+  mountButtons(state);
   addWeight(section.querySelector("#one-weight"), state, (await loadJson("measured.json")).weight);
   writeAll(section, engine).catch((error) => {
     section.querySelector("[data-shows=failure]").textContent = error.message;
   });
 }
 
-function addButtons(place, state) {
-  const link = button(place, "Copy a link to this", async () => {
+function mountButtons(state) {
+  const [link, reset] = document.querySelectorAll(".controls button");
+  link.addEventListener("click", async () => {
     const address = state.link();
     try {
       await navigator.clipboard.writeText(address);
@@ -27,7 +28,7 @@ function addButtons(place, state) {
       link.textContent = "Copy the address above";
     }
   });
-  button(place, "Reset everything", () => state.reset());
+  reset.addEventListener("click", () => state.reset());
 }
 
 /** Ask the base, every model and the merged one a question of each kind. */

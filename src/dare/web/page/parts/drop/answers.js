@@ -1,22 +1,21 @@
 // What one model writes after DARE, and how many answers were right at the rates tried so far.
-import { button, make } from "../../controls.js";
-import { addFigure, colours, layer, quantity, RATE } from "../../figures.js";
-import { examplesOf, isAbort, markBusy, writeTwice } from "../../loading.js";
+import { make } from "../../controls.js";
+import { addFigure, colours, layer, RATE, RIGHT, rowsOf } from "../../figures.js";
+import { examplesOf, isAbort, loadJson, markBusy, writeTwice } from "../../loading.js";
 import { whenRested } from "../../pace.js";
 import { sumOf } from "../../tensors.js";
 
 const ASKED = 8;
 const RESTED_MS = 200;
 const SERIES = ["rescaled", "not rescaled"];
-const RATES = [0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99];
 
 /** Fill the table of answers, and again whenever a slider of the part has come to rest. */
 export function addAnswers(section, state, engine) {
   const body = section.querySelector("tbody");
   const verdict = section.querySelector("[data-shows=verdict]");
   const itself = section.querySelector("[data-shows=itself]");
-  const figure = addFigure("drop-tried", triedSpec(), "Right answers, of eight, over drop rates, "
-    + "for the settings that you tried, with and without rescaling.");
+  const figure = addFigure("drop-tried", triedSpec(), "Right answers over drop rates, with "
+    + "and without rescaling: as measured before, and for the settings that you tried.");
   const tried = new Map();  // by setting: what was right
 
   /** What a setting has right, among the dots from now on: `show(examples, texts, right)`. */
@@ -27,7 +26,7 @@ export function addAnswers(section, state, engine) {
     await writeTwice(engine, setting, examples.map(([prompt]) => prompt), (texts) => {
       const right = texts.filter((text, at) => text === examples[at][1]).length;
       const what = SERIES[rescale ? 0 : 1];
-      tried.set(JSON.stringify(setting), { model, p, right, what, seed: setting.seed });
+      tried.set(JSON.stringify(setting), { model, p, mean: 100 * right / ASKED, what, seed: setting.seed });
       figure.update({ tried: [...tried.values()].filter((point) => point.model === model) });
       show(examples, texts, right);
     }, signal);
@@ -50,23 +49,20 @@ export function addAnswers(section, state, engine) {
     }
   }
 
-  /** Dots at all rates, with and without rescaling, for the model and the seed of now. */
-  async function tryAll({ currentTarget: pressed }) {
-    pressed.disabled = true;
-    try {
-      for (const p of RATES) {
-        for (const rescale of [true, false]) await ask(settingOf(state, p, rescale));
-      }
-    } catch (error) {
-      verdict.textContent = error.message;
-    }
-    pressed.disabled = false;
+  async function showMeasured() {
+    const { curves } = await loadJson("measured.json");
+    const mine = curves.filter(({ models }) => models.join() === state.get("drop.model"));
+    figure.update({
+      measured: mine.flatMap((curve) => rowsOf(curve).map((one) =>
+        ({ ...one, what: SERIES[curve.rescale ? 0 : 1] }))),
+    });
   }
 
-  button(section.querySelector("[data-place=try-all]"), "Try all rates", tryAll);
   const rested = whenRested(RESTED_MS, write);
   state.on(["drop.p", "drop.rescale", "drop.seed", "drop.model"], rested);
+  state.on(["drop.model"], showMeasured);
   rested();
+  showMeasured();
 }
 
 const settingOf = (state, p = state.get("drop.p"), rescale = state.get("drop.rescale")) =>
@@ -83,16 +79,16 @@ function row([prompt, answer], text) {
 
 function triedSpec() {
   const by = colours("what", SERIES);
-  const fields = [{ field: "p", format: ".2f" }, ...["right", "seed", "what"].map((field) => ({ field }))];
+  const fields = [{ field: "p", format: ".2f" }, { field: "mean", title: "right, %", format: ".0f" },
+    { field: "seed" }, { field: "what" }];
+  const place = { x: RATE, y: RIGHT, color: by };
   return {
     height: 200,
-    datasets: { tried: [] },
-    ...layer("tried", { type: "point", filled: true, size: 60, opacity: 0.8 }, {
-      x: RATE,
-      y: quantity("right", `right, of ${ASKED}`, [0, ASKED], { tickCount: 4 }),
-      color: by,
-      shape: by,
-      tooltip: fields,
-    }),
+    datasets: { measured: [], tried: [] },
+    layer: [
+      layer("measured", { type: "line" }, place),
+      layer("tried", { type: "point", filled: true, size: 60, opacity: 0.8 },
+        { ...place, shape: by, tooltip: fields }),
+    ],
   };
 }

@@ -28,8 +28,9 @@ export function addPanel(panel, state) {
   bind("slerp", "t", "Place on the arc t", 0, 1, 0.01);
   bind("numbers", "scale", "Scale λ", 0, 3, 0.05);
   bind("numbers", "seed", "Seed", 0, 99, 1, String);
+  const boxes = MODELS.map((name) =>
+    toggle(at("models"), state, `live.${name}`, { label: at("models").dataset[name] }));
   for (const name of MODELS) {
-    toggle(at("models"), state, `live.${name}`, { label: at("models").dataset[name] });
     bind("weights", `w${name}`, `Weight of ${name}`, -1, 2, 0.01);
   }
   toggle(at("switches"), state, "live.w", { label: "Set a weight for each model" });
@@ -43,7 +44,9 @@ export function addPanel(panel, state) {
     for (const stage of ["dare", "trim", "slerp"]) at(stage).hidden = !has(stage);
     at("weighing").hidden = has("slerp");
     at("weights").hidden = !state.get("live.w");
-    if (has("slerp") && MODELS.every((name) => state.get(`live.${name}`))) state.set({ "live.say": false });
+    if (has("slerp") && boxes.every(({ checked }) => checked)) state.set({ "live.say": false });
+    const isFull = has("slerp") && boxes.filter(({ checked }) => checked).length > 1;
+    for (const box of boxes) box.disabled = isFull && !box.checked;
   }
 
   state.on(NAMES, follow);

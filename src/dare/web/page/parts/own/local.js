@@ -40,17 +40,22 @@ export function mountLocal(section, { state }) {
   const plan = mountPlan(section, recipe, { onPlan: showPlan, overwrites });
   overwrite.addEventListener("change", plan.update);
 
+  const take = (advised) => recipe.take({ ...advised, output: undefined });  // which is chosen here
+
   function takeRecipe(advised) {
-    recipe.take({ ...advised, output: undefined });  // the one that was chosen here
+    take(advised);
     find("recipe").scrollIntoView();
     find("method").focus();
   }
 
   function start(view) {
-    async function showAnalysis(job, { focus = false } = {}) {
+    async function showAnalysis(job, { focus = false, isNew = false } = {}) {
       try {
         const response = await fetch(addressOf(`jobs/${job.number}/analysis`));
-        view.show(readAnalysis(await response.text()));
+        const analysis = readAnalysis(await response.text());
+        const { recipe: advised } = analysis.advice;
+        view.show(analysis);
+        if (isNew && recipe.isStart() && advised.models) take(advised);
         if (focus) view.focus();
       } catch (error) {
         tellIn(find("file-problem"), error.message);
@@ -62,7 +67,7 @@ export function mountLocal(section, { state }) {
       takeRecipe,
       tell,
       onEnd(job) {
-        if (job.kind === "analyze" && job.state === "done") showAnalysis(job);
+        if (job.kind === "analyze" && job.state === "done") showAnalysis(job, { isNew: true });
         if (job.kind !== "merge") return;
         if (job.state === "done") written = job.result.output;
         plan.update();

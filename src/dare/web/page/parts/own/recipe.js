@@ -43,6 +43,11 @@ export function openRecipe(state) {
     read,
     write,
     files: () => read().models.merge_files.map(fileOf),
+    /** Tell if it is still the start: models without settings, and the method that it began with. */
+    isStart() {
+      const { models: { merge_files: files }, ...others } = read();
+      return JSON.stringify(others) === START && files.every((entry) => typeof entry === "string");
+    },
     isComplete: () => Boolean(read().models.base_file && read().models.merge_files.length),
     on: (listener) => state.on(["own.recipe"], listener),
 

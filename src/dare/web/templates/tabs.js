@@ -1,0 +1,33 @@
+// The parts are tabs: the address names the part that is shown, or something in it.
+/* global darePage */
+"use strict";
+(() => {
+  const list = document.querySelector("[role=tablist]");
+  const tabs = [...list.children];
+  const panelOf = (tab) => document.getElementById(tab.hash.slice(1));
+
+  function show() {
+    const target = document.getElementById(location.hash.slice(1));
+    const chosen = tabs.find((tab) => target && panelOf(tab).contains(target));
+    if (location.hash && !chosen) return;  // the link that skips the tabs
+    for (const tab of tabs) {
+      const isShown = tab === (chosen ?? tabs[0]);
+      tab.ariaSelected = isShown;
+      tab.tabIndex = isShown ? 0 : -1;
+      Object.assign(panelOf(tab), { role: "tabpanel", hidden: !isShown });
+    }
+    target?.scrollIntoView();
+    dispatchEvent(new Event("resize"));  // figures have a width now
+  }
+
+  list.addEventListener("keydown", ({ key }) => {
+    const at = tabs.indexOf(document.activeElement);
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[key];
+    if (next === undefined) return;
+    const tab = tabs.at(next % tabs.length);
+    tab.focus();
+    tab.click();
+  });
+  addEventListener("hashchange", show);
+  show();
+})();
