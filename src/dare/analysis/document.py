@@ -84,21 +84,20 @@ def make_document(
 ) -> Document:
     """Return the whole report; `outcome` is the effect of a merge that is finished."""
     base, parameters = short_name(analysis.base), amount(sum(analysis.base_dtypes.values()))
-    nothing = f"No problems were found{f' for {readiness.method}' if readiness.method else ''}."
-    is_clear = all(finding.severity is Severity.NOTE for finding in readiness.findings)
+    by = f", judged for {readiness.method}" if readiness.method else ""
     caveats = tuple(f"{doubt}." for doubt in advice.doubts)
     why: list[Part] = [advice.reasons, *([Listing("Caveats", caveats)] if caveats else [])]
     return Document(
         title=readiness.headline,
         kind="merge report",
         tone=VERDICT_TONES[readiness.verdict],
-        lead=f"{counted(len(analysis.models), 'model')} of {base}, {parameters} parameters",
+        lead=f"{counted(len(analysis.models), 'model')} of {base}, {parameters} parameters{by}",
         facts=tuple(_facts(analysis, readiness, advice)),
         tiles=tuple(_tiles(analysis, advice)),
         code=_recipe(advice),
         sections=(
             *([_merge_section(outcome)] if outcome else []),
-            Section("notices", "Findings", (nothing,) if is_clear else ()),
+            Section("notices", "Findings"),
             _models_section(analysis, readiness, advice),
             *FIGURE_SECTIONS,
             Section("advice", "Why these settings", tuple(why)),
@@ -190,7 +189,7 @@ def _recipe(advice: Advice) -> Code | None:
     if not advice.recipe:
         return None
     without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
-    hint = f"{without}Save it as recipe.toml, and measure it: dare search recipe.toml --data …"
+    hint = f"{without}Save it as recipe.toml, and measure it: dare search recipe.toml --data math.jsonl -o merged"
     return Code("The recipe", "recipe", write_toml(advice.recipe), hint, advice.command)
 
 

@@ -367,7 +367,8 @@ def _matrix(
         opacity=bright_if(CHOSEN_PAIR),
         tooltip=_tooltip(name),
     )
-    colour = colour.legend(format=form, gradientLength=160, gradientThickness=10, tickCount=4)
+    ends = [2 * chance - 1, chance, 1]
+    colour = colour.legend(format=form, gradientLength=160, gradientThickness=10, values=ends)
     cells = place.mark_rect(cornerRadius=3).encode(color=colour)
     contrast = alt.expr(CONTRAST.format(field=field))
     narrow = "bandwidth('x') < 32"  # pixels: two digits fit, `31` for 0.31 and 31%

@@ -143,7 +143,7 @@ def make_figure(
 def _interval_text(row: Row) -> str:
     if row["low"] == row["high"]:
         return NOTHING
-    return f"{value_text(row['low'])} … {value_text(row['high'])}"
+    return f"{number(row['low'])} … {number(row['high'])}"
 
 
 FORMS: dict[str, Callable[[Any], str]] = {

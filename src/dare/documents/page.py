@@ -142,9 +142,13 @@ def _environment(package: str) -> Any:
     )
     compact = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     environment.policies["json.dumps_kwargs"] = compact
-    environment.filters.update(number=number, listed=listed, cell=value_text, grouped=_grouped)
+    environment.filters.update(number=number, listed=listed, cell=_cell_text, grouped=_grouped)
     environment.filters["unbroken"] = _unbroken
     return environment
+
+
+def _cell_text(value: object) -> str:
+    return number(value) if isinstance(value, float) else value_text(value)
 
 
 def _unbroken(text: str) -> str:

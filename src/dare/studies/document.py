@@ -31,7 +31,7 @@ from dare.documents.document import (
 from dare.documents.notices import Severity, notice_from_dict
 from dare.documents.page import render_page
 from dare.documents.shown import Shown, json_ready
-from dare.documents.words import NOTHING, counted, listed, time_text, value_text
+from dare.documents.words import NOTHING, counted, listed, number, time_text, value_text
 from dare.errors import InputError, printable
 from dare.output.receipt import without_folders
 from dare.output.sidecars import inline, markdown_rows
@@ -400,8 +400,8 @@ def _measured_text(conclusion: Conclusion) -> str:
 
 def holdout_text(holdout: Holdout) -> str:
     """Compare the winner's score on held-out data with its score where it was chosen."""
-    where, loss = f"{value_text(holdout.validation)} where it was chosen", holdout.loss
-    change = f"{value_text(abs(loss))} {'lower' if loss > 0 else 'higher'}"
+    where, loss = f"{number(holdout.validation)} where it was chosen", holdout.loss
+    change = f"{number(abs(loss))} {'lower' if loss > 0 else 'higher'}"
     change = "no change" if abs(loss) <= ROUNDING else change
     return f"{holdout.objective} on held-out data, {where}: {change}."
 
@@ -422,7 +422,7 @@ def _evidence(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     if conclusion.holdout is not None:
         yield "Holdout", holdout_text(conclusion.holdout)
     if conclusion.noise is not None:
-        noise = f"differed by {value_text(conclusion.noise)}" if conclusion.noise else "agreed"
+        noise = f"differed by {number(conclusion.noise)}" if conclusion.noise else "agreed"
         yield "Noise", f"two scorings of the same weights {noise}"
 
 
@@ -513,8 +513,8 @@ def _change_text(task: TaskScores) -> str:
 def _differences(against: Sequence[Difference], title: str, hint: str = "") -> Table:
     columns: Columns = {
         "the best compared with": lambda item: item.other,
-        "difference >": lambda item: f"{item.estimate.value:+.4g}",
-        "95% interval >": lambda item: item.estimate.interval("+"),
+        "difference >": lambda item: f"{item.estimate.value:+.3g}",
+        "95 % interval >": lambda item: item.estimate.interval("+"),
         "verdict": lambda item: "" if item.verdict == NOT_KNOWN else item.verdict,
     }
     return tabulate(against, columns, title=title, hint=hint, tones=VERDICT_TONES)
@@ -526,17 +526,17 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) 
     columns: dict[str, Callable[[Ranked], str]] = {
         "trial" if names else "": lambda i: i.short.partition(" ")[2] if names else i.short,
         **given,
-        "objective >": lambda item: value_text(item.objective.value),
-        "95% interval >": lambda item: item.objective.interval(),
+        "objective >": lambda item: number(item.objective.value),
+        "95 % interval >": lambda item: item.objective.interval(),
     }
     more = [name for name in data.score_names if f"{name} >" not in columns]
-    scores = {f"{n} >": lambda item, n=n: value_text(item.scores.get(n)) for n in more}
+    scores = {f"{n} >": lambda item, n=n: number(item.scores.get(n)) for n in more}
     columns |= scores
     if any(len(item.trials) > 1 for item in ranked):
         columns["trials >"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards >"] = lambda item: "broken" if item.broken else "kept"
-    optional = (*given, "95% interval >", *scores)
+    optional = (*given, "95 % interval >", *scores)
     return tabulate(ranked, columns, title=title, tones={"broken": Tone.POOR}, optional=optional)
 
 

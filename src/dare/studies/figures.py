@@ -19,13 +19,13 @@ from dare.documents.charts import (
     tooltip_of,
 )
 from dare.documents.document import Figure, Row
-from dare.documents.words import counted, value_text
+from dare.documents.words import counted, number, value_text
 from dare.studies.results import Conclusion, Ranked, StudyData, rounded, settings_text
 
 MOST_RANKED = 12  # settings in the figure of the ranking
 FAR = 20  # a baseline that is further from the settings than this times their range is at the edge
 KINDS = ("best", "may be as good", "other setting", "baseline")
-SHORT = ".4~g"
+SHORT = ".3~g"
 TEXTS = read_texts("dare.studies")
 INTERVAL = (("low:Q", "from", SHORT), ("high:Q", "to", SHORT), "trials:Q")  # fields of tooltips
 
@@ -68,7 +68,7 @@ def draw_figures(conclusion: Conclusion) -> list[Figure]:
         shown=f" Only the first {MOST_RANKED} settings are shown." if is_cut else "",
         settings=counted(min(len(conclusion.ranking), MOST_RANKED), "setting"),
         baselines=counted(len(conclusion.baselines), "baseline"),
-        first=f"{rows[0]['name']} with {value_text(rows[0]['objective'])}",
+        first=f"{rows[0]['name']} with {number(rows[0]['objective'])}",
     )
     return [figure]
 

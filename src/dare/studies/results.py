@@ -301,7 +301,7 @@ class Estimate:
         """Return the bounds alone; empty if there are none."""
         if self.low is None or self.high is None:
             return ""
-        return f"{self.low:{sign}.4g} … {self.high:{sign}.4g}"
+        return f"{self.low:{sign}.3g} … {self.high:{sign}.3g}"
 
     def __format__(self, sign: str) -> str:
         """Return the number, and the interval in brackets.
@@ -310,7 +310,7 @@ class Estimate:
         ('0.5', '+0.25 (+0.125 … +0.375)')
         """
         interval = self.interval(sign)
-        return f"{self.value:{sign}.4g}" + (f" ({interval})" if interval else "")
+        return f"{self.value:{sign}.3g}" + (f" ({interval})" if interval else "")
 
     def __str__(self) -> str:
         return format(self)

@@ -92,7 +92,7 @@ if (document.getElementById("sortable")) (() => {
   }
 
   const shown = (value) =>
-    value === null ? "–" : String(typeof value === "number" && value % 1 ? +value.toPrecision(4) : value);
+    value === null ? "–" : String(typeof value === "number" && value % 1 ? +value.toPrecision(3) : value);
   const signed = (value) => (value > 0 ? "+" : "") + shown(value);
   const nameOf = (place) => (typeof rows[place][0] === "number" ? `${columns[0]} ${rows[place][0]}` : rows[place][0]);
 
@@ -113,9 +113,9 @@ if (document.getElementById("sortable")) (() => {
       line.classList.toggle("chosen", picked.includes(place));
     }
     tables.replaceChildren();
+    tables.parentElement.hidden = !picked.length;
     if (picked.length < 2) {
-      const one = picked.map((place) => `${nameOf(place)} is ticked; tick another row.`);
-      hint.textContent = one[0] ?? "Tick two rows to compare them.";
+      hint.textContent = picked.map((place) => `${nameOf(place)} is ticked; tick another row.`).join();
       return;
     }
     const [one, other] = picked.map(nameOf);
