@@ -42,8 +42,9 @@ def test_every_page_is_there(site: Path) -> None:
 def test_the_playground_is_part_of_it(site: Path) -> None:
     built = site / "playground"
     found = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
-    assert found == set(page_assets(is_server=False))
-    assert (built / "index.html").read_bytes() == page_assets(is_server=False, has_docs=True)["index.html"]()
+    assets = page_assets(is_server=False, has_docs=True)
+    assert found == set(assets)
+    assert (built / "index.html").read_bytes() == assets["index.html"]()
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:

@@ -102,8 +102,8 @@ def test_the_table_holds_the_scores_and_says_what_is_left_out():
     data = sample.make_search()
     wide = shown(data, width=160, rows=3)
     assert "The best 3 of 18 settings\n" in wide
-    heads = [line.split() for line in wide.splitlines() if "objective " in line and "95%" in line]
-    scores = ["objective", "95%", "interval", *sample.SCORES]
+    heads = [line.split() for line in wide.splitlines() if "objective " in line and "95 %" in line]
+    scores = ["objective", "95", "%", "interval", *sample.SCORES]
     settings = ["method", "scale", "drop_rate"]
     assert heads == [scores, ["trial", *settings, *scores]]
     assert "The best 3 of 18 settings (1 more column)\n" in shown(data, width=80, rows=3)
@@ -206,6 +206,6 @@ def test_no_digit_of_a_score_is_cut_and_lists_over_the_layers_are_short():
     small = replace(small, scores=dict.fromkeys(small.scores, -0.00256))
     lines = shown(data, replace(found, ranking=(small,)), rows=5).splitlines()
     (row,) = (line for line in lines if "-0.00256" in line)
-    assert "-0.003206   -0.003395 … -0.003012   -0.00256   -0.00256" in row
+    assert "-0.00321   -0.0034 … -0.00301   -0.00256   -0.00256" in row
     trial = Trial(0, {"drop_rate": [0.3541289003166236, 0.5]}, 42, State.DONE, objective=0.25)
     assert trial_line(trial) == "trial 0, drop_rate=[0.3541, 0.5] seed=42: 0.25, 0.0 s"

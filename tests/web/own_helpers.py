@@ -108,7 +108,7 @@ def own_alone(browser: Any, address: str, **settings: Any) -> Iterator[tuple[Any
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(address)
+    page.goto(f"{address.partition('#')[0]}#own")
     page.wait_for_selector("html[data-ready=true]", state="attached")
     yield page, said
     context.close()

@@ -56,6 +56,17 @@ def test_a_folder_is_built_into_again_but_not_over_other_things(build, tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
+def test_it_links_to_the_documentation_only_where_that_lies(build, tmp_path, static_site):
+    (tmp_path / "methods").mkdir()
+    build(tmp_path / "playground")
+    pages = [folder / "index.html" for folder in (tmp_path / "playground", static_site.folder)]
+    linked, alone = (re.findall(r'href="(\.\./[^"]*)"', page.read_text("utf-8")) for page in pages)
+    assert alone == []
+    docs = Path(__file__).parents[2] / "docs"
+    assert "../methods/" in linked
+    assert [href for href in linked if not (docs / f"{href[3:-1]}.md").is_file()] == []
+
+
 @pytest.mark.parametrize("name", ["index.html", "main.js"])
 def test_somebody_elses_page_is_not_replaced(build, tmp_path, name):
     (tmp_path / name).write_text("<!doctype html> mine")

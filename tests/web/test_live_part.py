@@ -119,6 +119,7 @@ def test_slerp_goes_between_two_models(static_site, open_tab):
     assert shown_digest(page) == digest(arrays)
     assert_scores(shown_scores(page), arrays)
     assert not page.is_visible("#control-live-w")
+    assert page.is_disabled("#control-live-say")
     press(page, "live-sort", "Space")
     page.wait_for_selector("#live-scores [data-place=reason]:has-text('two models')")
     assert tab.said == []

@@ -63,7 +63,7 @@ def expect_laws(tab, name, rate, seed, model="add", *, rescale=True) -> None:
     dropped = 1 - dare.keep_mask(name, delta.size, rate, seed).mean()
 
     def check() -> None:
-        assert number(shown(tab, "drop", "dropped")) == round(100 * dropped, 2)
+        assert number(shown(tab, "drop", "dropped")) == round(100 * dropped, 1)
         average = (after * delta).sum() / square
         assert number(shown(tab, "drop", "average")) == pytest.approx(100 * average, abs=0.06)
         noise = math.sqrt(((after - delta) ** 2).sum() / square)
@@ -76,7 +76,7 @@ def expect_laws(tab, name, rate, seed, model="add", *, rescale=True) -> None:
 def tab(static_site, open_tab):
     """The page with settings of its own; nothing goes wrong while a test looks at it."""
     state = "drop.p=0.8&drop.seed=7&signs.dare=true&signs.p=0.3"
-    tab = open_tab(static_site.with_state(state))
+    tab = open_tab(f"{static_site.with_state(state)}#drop")
     yield tab
     assert tab.said == []
     assert tab.asked_elsewhere(static_site) == []
@@ -87,7 +87,7 @@ def rate_of(tab) -> float:
 
 
 def test_the_rate_moves_by_keyboard_and_mouse_and_all_numbers_follow(static_site, open_tab):
-    tab = open_tab(static_site.address)
+    tab = open_tab(f"{static_site.address}#drop")
     page = tab.page
     expect_laws(tab, ATTENTION, 0.5, 42)
     page.focus("#control-drop-p")
@@ -119,7 +119,7 @@ def test_the_rate_moves_by_keyboard_and_mouse_and_all_numbers_follow(static_site
 
 
 def test_the_model_writes_what_the_package_makes_it_write(static_site, open_tab, tmp_path):
-    tab = open_tab(static_site.with_state("drop.p=0.9"))
+    tab = open_tab(f"{static_site.with_state('drop.p=0.9')}#drop")
     tab.page.wait_for_selector("#drop .answers td")
     merge = DemoMerge("sum", 0.9, 1.0, 42, (TUNED["add"],))
     model = Llama(merge.carry_out(tmp_path / "merged.safetensors"), CONFIG)
@@ -137,15 +137,15 @@ def test_the_model_writes_what_the_package_makes_it_write(static_site, open_tab,
     tab.page.wait_for_function(
         "() => document.querySelectorAll('#chart-drop-tried .mark-symbol path').length > 3"
     )
+    tab.page.click("[role=tab][href='#top']")
     tab.page.wait_for_selector("#top [data-answers] li")
     merged = tab.page.locator("#top figure").last.locator("li.right")
     assert merged.count() == 3
-    assert tab.page.locator("main a[href^='../']").count() > 0  # the documentation lies beside it
     assert tab.said == []
     assert tab.asked_elsewhere(static_site) == []
 
 
-def test_one_weight_moves_by_slider_number_and_seed(static_site, open_tab):
+def test_one_weight_moves_by_slider_and_seed(static_site, open_tab):
     tab = open_tab(static_site.address)
     page = tab.page
     base, *tuned = (float(tensor(name, VALUES).ravel()[52]) for name in ("base", *NAMES))
@@ -161,19 +161,14 @@ def test_one_weight_moves_by_slider_number_and_seed(static_site, open_tab):
         assert noise in shown(tab, "top", "noise")
 
     check(0.5, 42, "as big as the change")
-    page.focus("#one-weight [data-drag]")
+    page.focus("#control-top-p")
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
     eventually(lambda: check(0.79, 42, "1.9 times"))
-    box = page.locator("#one-weight [data-drag]").bounding_box()
-    page.mouse.move(box["x"] + 5, box["y"] + 5)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 5 - 3 * 59, box["y"] + 5, steps=3)
-    page.mouse.up()
+    page.fill("#control-top-p", "0.2")
     page.click("#one-weight button")
     eventually(lambda: check(0.2, 45, "50\u00a0% of the change"))
-    assert page.input_value("#control-top-p") == "0.2"
-
+    page.click("[role=tab][href='#drop']")
     page.click("#drop a[href*=rescale]")  # a link to a setting sets it
     assert not page.is_checked("#control-drop-rescale")
     assert tab.said == []
@@ -219,6 +214,7 @@ def check_signs(tab) -> None:
     assert number(shown(tab, "signs", "conflicting")) == round(conflicts, 1)
     assert number(shown(tab, "signs", "empty")) == round(100 * (sign == 0).mean(), 1)
 
+    tab.page.click("[role=tab][href='#signs']")
     tab.page.focus("#signs canvas[data-picture=vote]")
     tab.page.keyboard.press("Shift+ArrowDown")
     tab.page.focus("#signs canvas[data-patch]")

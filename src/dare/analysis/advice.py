@@ -132,7 +132,7 @@ class Advice(Shown):
         if not self.recipe:
             return Document("Do not merge these models", tone=Tone.POOR, **known)
         recipe = in_our_form(self.recipe)
-        hint = "Save it as recipe.toml, and measure it: dare search recipe.toml --data math.jsonl -o merged"
+        hint = "Save it as recipe.toml; to measure: dare search recipe.toml --data math.jsonl"
         return Document(
             title=f"Advice for {counted(len(recipe['models']), 'model')}: {recipe['method']}",
             code=Code("The recipe", "recipe", write_toml(recipe), hint),

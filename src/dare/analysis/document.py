@@ -84,14 +84,13 @@ def make_document(
 ) -> Document:
     """Return the whole report; `outcome` is the effect of a merge that is finished."""
     base, parameters = short_name(analysis.base), amount(sum(analysis.base_dtypes.values()))
-    by = f", judged for {readiness.method}" if readiness.method else ""
     caveats = tuple(f"{doubt}." for doubt in advice.doubts)
     why: list[Part] = [advice.reasons, *([Listing("Caveats", caveats)] if caveats else [])]
     return Document(
         title=readiness.headline,
         kind="merge report",
         tone=VERDICT_TONES[readiness.verdict],
-        lead=f"{counted(len(analysis.models), 'model')} of {base}, {parameters} parameters{by}",
+        lead=f"{counted(len(analysis.models), 'model')} of {base}, {parameters} parameters",
         facts=tuple(_facts(analysis, readiness, advice)),
         tiles=tuple(_tiles(analysis, advice)),
         code=_recipe(advice),
@@ -167,8 +166,7 @@ def _first(items: Sequence[str]) -> list[str]:
 
 def _tiles(analysis: AnalysisData, advice: Advice) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and remark of numbers about the models that are merged."""
-    out = set(advice.left_out)
-    models = [model for model in analysis.models if model.name not in out] or analysis.models
+    models = [m for m in analysis.models if m.name not in advice.left_out] or analysis.models
     if not models:
         return
     largest = max(models, key=_change)
@@ -189,7 +187,7 @@ def _recipe(advice: Advice) -> Code | None:
     if not advice.recipe:
         return None
     without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
-    hint = f"{without}Save it as recipe.toml, and measure it: dare search recipe.toml --data math.jsonl -o merged"
+    hint = f"{without}Save it as recipe.toml; to measure: dare search recipe.toml --data math.jsonl"
     return Code("The recipe", "recipe", write_toml(advice.recipe), hint, advice.command)
 
 

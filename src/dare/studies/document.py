@@ -578,8 +578,7 @@ def _cell(value: Any) -> float | str | None:
 
 
 def _state(trial: Trial) -> str:
-    again = f", {trial.message}" if trial.is_done and trial.message else ""
-    return f"{trial.state}{again}"
+    return f"{trial.state}, {trial.message}" if trial.is_done and trial.message else trial.state
 
 
 # ---------------------------------------------------------------- failures and recipes

@@ -73,8 +73,8 @@ def page_assets(*, is_server: bool, has_docs: bool = False) -> Assets:
     return found
 
 
-def render_index(*, is_server: bool, has_docs: bool) -> bytes:
-    """Render the page itself."""
+def render_index(**known: bool) -> bytes:
+    """Render the page itself, with what its templates know of where it lies."""
     return render_template(
         PACKAGE,
         "playground.html.jinja",
@@ -85,8 +85,7 @@ def render_index(*, is_server: bool, has_docs: bool) -> bytes:
         title="dare playground",
         sections=SECTIONS,
         drawings=[],
-        is_server=is_server,
-        has_docs=has_docs,
+        **known,
     ).encode()
 
 
@@ -105,8 +104,7 @@ def write_folder(folder: Path, *, overwrite: bool = False) -> list[str]:
 
     A folder with files that do not belong to the page is refused, unless `overwrite` is true.
     """
-    has_docs = (folder.absolute().parent / "methods" / INDEX).exists()
-    assets = page_assets(is_server=False, has_docs=has_docs)
+    assets = page_assets(is_server=False, has_docs=(folder.absolute().parent / "methods").is_dir())
     found = [path for path in folder.rglob("*") if not path.is_dir()]
     names = sorted(path.relative_to(folder).as_posix() for path in found)
     if not overwrite and (others := [name for name in names if name not in assets]):

@@ -92,7 +92,7 @@ if (document.getElementById("sortable")) (() => {
   }
 
   const shown = (value) =>
-    value === null ? "–" : String(typeof value === "number" && value % 1 ? +value.toPrecision(3) : value);
+    value === null ? "–" : String(typeof value === "number" && value % 1 ? +value.toPrecision(4) : value);
   const signed = (value) => (value > 0 ? "+" : "") + shown(value);
   const nameOf = (place) => (typeof rows[place][0] === "number" ? `${columns[0]} ${rows[place][0]}` : rows[place][0]);
 

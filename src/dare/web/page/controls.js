@@ -77,28 +77,3 @@ export function seedButton(place, state, name, step = 1) {
   follow(state, name, () => { element.textContent = `Another seed (now ${state.get(name)})`; });
   return element;
 }
-
-/** A number in a sentence that is dragged sideways, or moved by the keys of a slider. */
-export function draggable(element, state, name, { label, min, max, step, format }) {
-  const keys = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10,
-    PageDown: -10, Home: -Infinity, End: Infinity };
-  const move = (from, steps) =>
-    state.set({ [name]: Number(Math.min(max, Math.max(min, from + steps * step)).toFixed(2)) });
-  Object.assign(element, { role: "slider", tabIndex: 0, className: "drag", ariaLabel: label,
-    ariaValueMin: min, ariaValueMax: max });
-  follow(state, name, () => {
-    element.ariaValueNow = state.get(name);
-    element.ariaValueText = element.textContent = format(state.get(name));
-  });
-  element.addEventListener("keydown", (event) => {
-    if (!(event.key in keys)) return;
-    event.preventDefault();
-    move(state.get(name), keys[event.key]);
-  });
-  element.addEventListener("pointerdown", (event) => {
-    const [from, had] = [event.clientX, state.get(name)];
-    element.setPointerCapture(event.pointerId);
-    element.onpointermove = (moved) => move(had, (moved.clientX - from) / 3);
-  });
-  element.addEventListener("lostpointercapture", () => { element.onpointermove = null; });
-}

@@ -5,16 +5,7 @@ import { openCore } from "./engine/core.js";
 import { breathe } from "./pace.js";
 import { publishColours } from "./pictures.js";
 import { createState } from "./state.js";
-import * as drop from "./parts/drop.js";
-import * as top from "./parts/top.js";
 
-const others = {
-  signs: () => import("./parts/signs.js"),
-  live: () => import("./parts/live.js"),
-  predict: () => import("./parts/predict.js"),
-  breaking: () => import("./parts/breaking.js"),
-  own: () => import("./parts/own.js"),
-};
 const page = {
   state: createState(),
   engine: openEngine(),
@@ -31,10 +22,9 @@ function complain(section, error) {
   console.error(error);
 }
 
-async function mountOne(name, load) {
-  const section = document.getElementById(name);
+async function mountOne(section) {
   try {
-    const [part] = await Promise.all([load(), openCore()]);
+    const [part] = await Promise.all([import(`./parts/${section.id}.js`), openCore()]);
     page.state.add(part.defaults);
     await part.mount(section, page);
   } catch (error) {
@@ -52,11 +42,9 @@ document.addEventListener("click", (event) => {
 
 publishColours();
 darePage.onTheme(publishColours);
-await mountOne("top", () => top);  // these two need the fewest files
-await mountOne("drop", () => drop);
-const mounted = Object.entries(others).map(async ([name, load]) => {
+const parts = [...document.querySelectorAll("main > section")];
+for (const section of parts.sort((one, other) => one.hidden - other.hidden)) {  // the one shown first
+  await mountOne(section);
   await breathe();  // what is there is painted before the next part begins
-  await mountOne(name, load);
-});
-await Promise.all(mounted);
+}
 document.documentElement.dataset.ready = "true";

@@ -1,5 +1,4 @@
 // The parts are tabs: the address names the part that is shown, or something in it.
-/* global darePage */
 "use strict";
 (() => {
   const list = document.querySelector("[role=tablist]");
@@ -8,12 +7,11 @@
 
   function show() {
     const target = document.getElementById(location.hash.slice(1));
-    const chosen = tabs.find((tab) => target && panelOf(tab).contains(target));
-    if (location.hash && !chosen) return;  // the link that skips the tabs
+    const chosen = tabs.find((tab) => panelOf(tab).contains(target));
+    if (target && !chosen) return;  // the link that skips the tabs
     for (const tab of tabs) {
       const isShown = tab === (chosen ?? tabs[0]);
-      tab.ariaSelected = isShown;
-      tab.tabIndex = isShown ? 0 : -1;
+      Object.assign(tab, { ariaSelected: isShown, tabIndex: isShown ? 0 : -1 });
       Object.assign(panelOf(tab), { role: "tabpanel", hidden: !isShown });
     }
     target?.scrollIntoView();
@@ -24,9 +22,8 @@
     const at = tabs.indexOf(document.activeElement);
     const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[key];
     if (next === undefined) return;
-    const tab = tabs.at(next % tabs.length);
-    tab.focus();
-    tab.click();
+    tabs.at(next % tabs.length).focus();
+    document.activeElement.click();
   });
   addEventListener("hashchange", show);
   show();

@@ -1,6 +1,6 @@
 // Drop and rescale: one real matrix, what DARE leaves of it, its two laws, and the model's answers.
 /* global darePage */
-import { choice, draggable, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
+import { choice, DROP_RATE, seedButton, slider, toggle } from "../controls.js";
 import { keepMask } from "../engine/mask.js";
 import { droppedBy, lawsAt, lawsOf, sizesOf } from "../measures.js";
 import { breathe, oncePerFrame } from "../pace.js";
@@ -23,7 +23,6 @@ const RATES = [0.02, 0.05, ...Array.from({ length: 17 }, (_, at) => (at + 2) / 2
 
 export function mount(section, { state, engine, complain }) {
   addControls(section.querySelector(".panel"), state);
-  draggable(section.querySelector("[data-drag]"), state, "drop.p", DROP_RATE);
   addAnswers(section, state, engine);
   const canvases = [...section.querySelectorAll("canvas")];
   const moveCursor = addCursor(canvases, SIDE, SIDE, showElement);
@@ -81,7 +80,7 @@ export function mount(section, { state, engine, complain }) {
     const lost = droppedBy(keep);
     const factor = rescale ? 1 / (1 - p) : 1;
     show(section, {
-      dropped: percent(lost / delta.length, 2),
+      dropped: percent(lost / delta.length),
       "dropped-remark": `${whole(lost)} of ${whole(delta.length)} elements`,
       factor: `× ${decimal(factor, factor < 10 ? 2 : 1)}`,
       "factor-remark": rescale ? "divided by 1 − p" : "not rescaled",

@@ -28,11 +28,10 @@ export function addPanel(panel, state) {
   bind("slerp", "t", "Place on the arc t", 0, 1, 0.01);
   bind("numbers", "scale", "Scale λ", 0, 3, 0.05);
   bind("numbers", "seed", "Seed", 0, 99, 1, String);
-  const boxes = MODELS.map((name) =>
-    toggle(at("models"), state, `live.${name}`, { label: at("models").dataset[name] }));
-  for (const name of MODELS) {
+  const boxes = MODELS.map((name) => {
     bind("weights", `w${name}`, `Weight of ${name}`, -1, 2, 0.01);
-  }
+    return toggle(at("models"), state, `live.${name}`, { label: at("models").dataset[name] });
+  });
   toggle(at("switches"), state, "live.w", { label: "Set a weight for each model" });
   button(at("reset"), "Start again", () => state.set(defaults));
 

@@ -1,5 +1,5 @@
 // One weight in three models: what DARE makes of their changes, and where a merge of them can end.
-import { draggable, DROP_RATE, make, seedButton, slider } from "../../controls.js";
+import { DROP_RATE, make, seedButton, slider } from "../../controls.js";
 import { keepMask } from "../../engine/mask.js";
 import { oncePerFrame } from "../../pace.js";
 import { NAMES } from "../../tensors.js";
@@ -28,8 +28,6 @@ export function addWeight(card, state, { tensor, element, values }) {
   const bars = outcomesOf(base, changes, 0).map(() => chances.appendChild(make("i")));
   const panel = card.querySelector(".panel");
   slider(panel, state, "top.p", RATE);
-  draggable(card.querySelector("[data-drag]"), state, "top.p",
-    { ...RATE, format: (p) => percent(p, 0) });
   seedButton(panel, state, "top.seed", NAMES.length);
   card.style.setProperty("--base", place(base));
   card.style.setProperty("--plain", place(plain));
@@ -56,6 +54,7 @@ export function addWeight(card, state, { tensor, element, values }) {
     });
     card.style.setProperty("--sum", place(sum));
     show(card, {
+      rate: percent(p, 0),
       base: signed(base, 5),
       sum: signed(sum, 5),
       plain: signed(plain, 5),
