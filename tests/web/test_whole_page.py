@@ -86,10 +86,11 @@ def test_parts_are_tabs_for_keys_links_and_the_way_back(static_site, open_tab):
     page.keyboard.press("End")
     page.keyboard.press("ArrowRight")
     assert shown_parts(page) == ["top"]
-    assert page.evaluate("[location.hash, scrollY]") == ["#top", 0]
+    assert page.evaluate("location.hash") == "#top"
     page.keyboard.press("ArrowLeft")
     page.go_back()
     page.go_back()
+    page.wait_for_selector("#own:not([hidden])")
     assert shown_parts(page) == ["own"]
     page.focus(".skip")
     page.keyboard.press("Enter")

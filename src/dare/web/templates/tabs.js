@@ -23,7 +23,8 @@
     const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[key];
     if (next === undefined) return;
     tabs.at(next % tabs.length).focus();
-    document.activeElement.click();
+    history.pushState(null, "", document.activeElement.hash);  // setting the hash takes the focus
+    show();
   });
   addEventListener("hashchange", show);
   show();
