@@ -137,6 +137,27 @@ def test_from_models_to_a_merge(page, models):
     page.wait_for_selector("#own-start:enabled")
 
 
+def test_the_advised_recipe_is_taken_over_until_a_setting_is_changed(page):
+    advice = iter(["sum", "ties"])
+
+    def advise(route) -> None:
+        answer = route.fetch()
+        document = answer.json()
+        document["advice"]["recipe"]["method"] = next(advice)
+        route.fulfill(response=answer, json=document)
+
+    page.route("**/analysis", advise)
+    choose_two(page)
+    page.click("#own-analyze")
+    wait_for_recipe(page, '"sum"')
+    page.click("#own-analyze")
+    page.wait_for_function(
+        "document.querySelector('#analysis-recipe').textContent.includes('ties')"
+    )
+    assert tomllib.loads(page.text_content("#own-toml"))["method"] == "sum"
+    page.unroute("**/analysis")
+
+
 @contextmanager
 def held(page, number: int) -> Iterator[None]:
     """A job that stands still after some of its work; its second half takes the time."""
