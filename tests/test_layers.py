@@ -19,7 +19,7 @@ ROOT = Path(dare.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
     ("web", "demo"),
-    ("studies",),
+    ("studies", "trainers"),
     ("api", "compat", "darex"),
     ("analysis", "lora", "deltas", "mixtures"),
     ("run",),

@@ -42,6 +42,7 @@ _NAMES = {
     "studies.document": "SearchResult",
     "studies.searching": "search",
     "tensors.mask": "MASK_VERSION keep_mask",
+    "trainers.averaging": "average_checkpoints averaging_callback ema_callback",
 }
 # Importable from here, but not listed.
 _COMPAT = (

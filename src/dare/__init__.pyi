@@ -70,5 +70,10 @@ from dare.studies.candidates import Candidate as Candidate, Candidates as Candid
 from dare.studies.document import SearchResult as SearchResult
 from dare.studies.searching import search as search
 from dare.tensors.mask import MASK_VERSION as MASK_VERSION, keep_mask as keep_mask
+from dare.trainers.averaging import (
+    average_checkpoints as average_checkpoints,
+    averaging_callback as averaging_callback,
+    ema_callback as ema_callback,
+)
 
 __version__: str

@@ -139,6 +139,15 @@ def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
     return model.to("cuda" if has_gpu else "cpu").requires_grad_(False).eval()
 
 
+def trainer_callback() -> Any:
+    """Return the class of callbacks for Trainer."""
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        raise InputError(f"a callback for Trainer needs {NEEDED}") from None
+    return TrainerCallback
+
+
 class ConversionTables:
     """The tables by which transformers brings the stored tensors of a model into memory."""
 

@@ -407,7 +407,7 @@ def clear_away(layout: Layout, problems: list[str]) -> None:
     home = layout.target
     if layout.is_directory:
         for replaced in _replaced(home):
-            _attempt(problems, _remove_output, replaced)
+            _attempt(problems, remove_output, replaced)
         _attempt(problems, sync_folder, home.parent)
         if problems:
             return  # the journal stays, so the next run will clear away
@@ -430,7 +430,7 @@ def _replaced(target: Path) -> Iterator[Path]:
             yield path
 
 
-def _remove_output(folder: Path) -> None:
+def remove_output(folder: Path) -> None:
     """Remove the files of a directory that its manifest names, and the manifest last."""
     if not any(folder.iterdir()):
         folder.rmdir()

@@ -1,0 +1,1 @@
+"""Merges of what a training leaves behind while it runs."""
