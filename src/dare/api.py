@@ -149,7 +149,7 @@ class Settings(RunSettings, StageSettings, total=False):
     seed: int
     scale: float
     dtype: str | None
-    format: Literal["input"] | None
+    format: Literal["input", "dcp"] | None
     embedding_drop_rate: float | None
     stages: Mapping[str, Mapping[str, Any]]
     tensors: Sequence[TensorRule | Mapping[str, Any]]

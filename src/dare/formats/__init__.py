@@ -23,6 +23,10 @@ def find_recoding(recipe: Recipe, inputs: Sequence[Source]) -> Recoding | None:
         raise RecipeError(f"dtype {recipe.dtype}: is for an output that ends with .gguf")
     if recipe.format is None or recipe.output is None:
         return None
+    if recipe.format == "dcp":
+        from dare.formats.dcp import dcp_recoding
+
+        return dcp_recoding(recipe, recipe.output, inputs)
     from dare.formats.quantised import quantised_recoding
 
     if (found := quantised_recoding(recipe, inputs)) is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, sqrt
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -96,6 +97,8 @@ class Recoding:
     """Its name for people, with the types: `GGUF (Q8_0)`."""
     config: Mapping[str, Any] = {}
     """Values of the output's config.json, laid over what a plain output would have there."""
+    replacing: Sequence[str] = ()
+    """The files that replace those of a plain output; empty for a format that writes its own."""
 
     def merged_type(self, base: TensorInfo) -> StorageType:  # noqa: ARG002
         """Return the type that a tensor of weights has before it is recoded."""
@@ -129,6 +132,10 @@ class Recoding:
     ) -> tuple[bytes, dict[str, TensorInfo]]:
         """Return the first bytes of a file with these tensors, and where each begins."""
         return build_header(tensors, metadata)
+
+    def replace(self, folder: Path, places: Mapping[str, tuple[str, TensorInfo]]) -> None:
+        """Write the files that replace others, from the file and the place of each tensor there."""
+        raise NotImplementedError
 
     def with_files(self, beside: Sidecars) -> Self:  # noqa: ARG002
         """Return the format with configuration and tokenizer, if they are stored with weights."""

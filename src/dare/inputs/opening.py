@@ -193,7 +193,7 @@ def open_inputs(
         Opening(path, recipe.allow_pickle, rescales=rescales, most_ahead_bytes=ahead, made=merge)
         for path, merge in zip(homes, made, strict=True)
     )
-    base = _open(replace(first, keeps_scales=keeps_scales or recipe.format is not None))
+    base = _open(replace(first, keeps_scales=keeps_scales or recipe.format == "input"))
     if base.is_partial:
         raise InputError(f"{recipe.base}: is an adapter; the base must be a whole model")
     others = [replace(other, base=base, base_config=first.config) for other in others]

@@ -83,8 +83,9 @@ def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
     tied, said = find_tied(planned.base), says_tied(read_config(home))
     is_new = tied is False and bool(planned.base.layers or planned.base.extras)
     is_wrong = tied is (not said) if said is not None else is_new
+    is_coded = layout.recoding is not None and not layout.recoding.replacing
     changes = Changes(
-        dtype=None if layout.recoding else main_type(t for f in layout.files.values() for t in f),
+        dtype=None if is_coded else main_type(t for f in layout.files.values() for t in f),
         vocab_size=aligned.resized(chosen),
         token_ids=aligned.token_ids[chosen] if aligned.token_ids else None,
         chat_template=template,

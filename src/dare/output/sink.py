@@ -225,6 +225,21 @@ class CodedSink(FileSink):
     def expects(self, record: Record) -> bool:
         return record.chunk in range(self._chunks.get(record.tensor, 0))
 
+    def missing_bytes(self) -> int:
+        return super().missing_bytes() + sum(self.layout.sizes if self._recoding.replacing else ())
+
+    def complete(self, metadata: Metadata, *, whole: bool) -> dict[str, str]:
+        replacing = self._recoding.replacing
+        digests = super().complete(metadata, whole=whole and not replacing)
+        if replacing:
+            self._recoding.replace(self.folder, self.places)
+        return {name: file_digest(self.folder / name) for name in replacing} or digests
+
+    def clear_up(self) -> None:
+        for file in self.built if self._recoding.replacing else ():
+            (self.folder / file).unlink()
+        sync_folder(self.folder)
+
     def files_of(self, name: str) -> set[str]:
         parts = {self.places[part][0] for part in self._stored[name]}
         return parts or set(self.layout.files)  # it may lie in a tensor that another makes

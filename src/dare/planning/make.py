@@ -421,7 +421,7 @@ def _output_type(
     recipe: Recipe, base: TensorInfo, name: str, recoding: Recoding | None
 ) -> StorageType:
     """Return a tensor's storage type; float8 is only for the matrices of layers."""
-    if recoding is not None and base.dtype.is_weight:
+    if recoding is not None and not recoding.replacing and base.dtype.is_weight:
         return recoding.merged_type(base)
     if recipe.dtype is None or not base.dtype.is_weight:
         return base.dtype
@@ -523,7 +523,7 @@ def rate_notes(recipe: Recipe) -> Iterator[Notice]:
 def _format_notes(recipe: Recipe, base: Source) -> Iterator[Notice]:
     """Say that an output will not be quantised as its base is."""
     coded = sum(isinstance(info, CodedInfo) for info in base.tensors.values())
-    if coded and recipe.format is recipe.dtype is None and recipe.output is not None:
+    if coded and recipe.format != "input" and recipe.dtype is None and recipe.output is not None:
         yield notice("plain_output", tensors=counted(coded, "tensor"))
 
 

@@ -133,8 +133,9 @@ class Recipe(AppliedSettings, Strict):
     dtype: WeightType = described(
         "Type of the merged weights (F32, BF16, …; GGUF: Q8_0); default: the base's.", None
     )
-    format: Literal["input"] | None = described(
-        '"input" stores quantised weights as the base does, not as plain ones.', None
+    format: Literal["input", "dcp"] | None = described(
+        '"input" stores quantised weights as the base does; "dcp" writes a checkpoint of torch.',
+        None,
     )
 
     gathered: AnyPath | None = described(
@@ -356,8 +357,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for combine in (chain.combine for chain in recipe.chains.values()):
         if combine.models not in (None, len(recipe.models)):
             yield _wrong_count(recipe, combine)
-    if recipe.format is not None and recipe.dtype is not None:
-        yield f'format = "{recipe.format}" says how weights are stored; leave dtype out'
+    if recipe.format == "input" and recipe.dtype is not None:
+        yield 'format = "input" says how weights are stored; leave dtype out'
     if recipe.input_digests is not None and len(recipe.input_digests) != len(recipe.read_files):
         yield f"input_digests: {len(recipe.input_digests)} given for {len(recipe.read_files)} files"
     drops = any("drop_rate" in s.parameters for s, _ in recipe.all_stages if s.kind == "delta")

@@ -99,7 +99,7 @@ def open_recipe(
 
     `within` has the names of the merges that it is part of; a name that is redefined is empty.
     """
-    keeps_scales = keeps_scales or recipe.format is not None
+    keeps_scales = keeps_scales or recipe.format == "input"
     how: dict[str, Any] = {"rescales": rescales, "fetches": fetches, "keeps_scales": keeps_scales}
     merges: dict[str, Source] = {}
     pinned = dict(recipe.merges)
