@@ -153,7 +153,7 @@ pictures: $(VENV)/tools-ready
 		$$dare playground --build playground && cd - && \
 		$(BIN)/python docs/make_screenshots.py "$$made/report.html" --until 'section[aria-label="In short"]' && \
 		$(BIN)/python docs/make_screenshots.py "$$made/playground" --height 1000 --wait 10 --sizes desktop phone
-	$(BIN)/python examples/run_notebook.py examples/merge.ipynb
+	$(BIN)/python examples/run_notebook.py examples/merge.ipynb examples/training.ipynb
 
 playground: $(VENV)/dev-ready
 	$(BIN)/dare playground --build site/playground

@@ -55,7 +55,7 @@ COSTS = json.loads((ROOT / "docs/method-costs.json").read_text("utf-8"))
 RESULT_FROM, HEAD = 336, 20
 """Where the result begins in the picture of a stage, and the height of its captions."""
 FROM_ROOT = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-NOTEBOOKS = ("examples/merge.ipynb",)
+NOTEBOOKS = ("examples/merge.ipynb", "examples/training.ipynb")
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 _PICTURE = re.compile(r"!\[[^\]]*\]\(images/methods/(\w+)\.svg\)")

@@ -26,6 +26,8 @@ FROM_ELSEWHERE = {
     "docs/changelog.md": "CHANGELOG.md",
     "docs/examples/merge.ipynb": "examples/merge.ipynb",
     "docs/examples/merge.md": "examples/merge.ipynb",
+    "docs/examples/training.ipynb": "examples/training.ipynb",
+    "docs/examples/training.md": "examples/training.ipynb",
     "docs/playground/index.html": "src/dare/web/templates/playground.html.jinja",
 }
 """Pages of the site that are made from other files."""

@@ -12,7 +12,9 @@ from doc_blocks import LOOKS, ROOT
 from test_pages import load
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-OF_THE_MACHINE = re.compile(r"(seconds|memory|threads) <b>[^<]*</b>|in [^<]* s</strong> [^<]*")
+OF_THE_MACHINE = re.compile(
+    r"(seconds|memory|threads) <b>[^<]*</b>|in [^<]* s</strong> [^<]*|loss [0-9.]+"
+)
 
 
 def shown(cells: list[dict[str, Any]]) -> list[list[str]]:
@@ -34,13 +36,16 @@ def shown(cells: list[dict[str, Any]]) -> list[list[str]]:
 def test_a_notebook_shows_what_is_stored_in_it(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if path.name == "training.ipynb":
+        pytest.importorskip("transformers", minversion="5")
+        pytest.importorskip("accelerate")
     for name, value in {**LOOKS, "COLUMNS": "88"}.items():
         monkeypatch.setenv(name, value)
     cells = json.loads(path.read_text("utf-8"))["cells"]
     done = load(ROOT / "examples" / "run_notebook.py").run_cells(cells, tmp_path, draws=False)
     hint = f"python examples/run_notebook.py examples/{path.name} stores what it shows now"
     assert shown(done) == shown(cells), hint
-    assert sum(map(bool, shown(cells))) >= 6
+    assert sum(map(bool, shown(cells))) >= (6 if path.name == "merge.ipynb" else 2)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -56,4 +61,4 @@ def test_a_notebook_is_one(path: Path) -> None:
         if "image/svg+xml" in output.get("data", {})
     ]
     assert all(drawing.startswith("<svg") for drawing in drawings)
-    assert drawings
+    assert bool(drawings) == ("plot(" in path.read_text("utf-8"))
