@@ -49,8 +49,11 @@ class DcpRecoding(Recoding):
 
         state = {KEY: {name: tensor_of(*place) for name, place in places.items()}}
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-        with warnings.catch_warnings(action="ignore"):  # it says that this is one process
-            dcp.save(state, storage_writer=writer, no_dist=True)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # it says that this is one process
+                dcp.save(state, storage_writer=writer, no_dist=True)
+        except dcp.CheckpointException as error:  # which hides a full disk, or Ctrl-C
+            raise next(iter(error.failures.values()))[0] from None
 
 
 def dcp_recoding(recipe: Recipe, output: Path, inputs: Sequence[Source]) -> DcpRecoding:
