@@ -147,7 +147,7 @@ def test_nothing_looks_finished_until_torch_is_done(given, monkeypatch, error):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", die)
-        with pytest.raises((OutputError, KeyboardInterrupt), match="make room|^$"):
+        with pytest.raises((OutputError, KeyboardInterrupt), match=r"make room|^$"):
             dare.merge(**given)
     assert not given["output"].exists()
     report = dare.merge(**given)
