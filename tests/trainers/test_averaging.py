@@ -247,6 +247,13 @@ def test_too_few_checkpoints_are_noticed_before_the_training(args):
     begin(dare.averaging_callback(last=2), save_total_limit=2)
 
 
+@pytest.mark.parametrize("settings", [{"last": 1}, {"weights": [1, 1]}, {"decay": 0.0}])
+def test_what_is_no_average_is_noticed_before_the_training(settings):
+    pytest.importorskip("transformers")
+    with pytest.raises(RecipeError, match=next(iter(settings))):
+        dare.averaging_callback(**settings)
+
+
 def test_an_average_of_adapters_is_refused_before_the_training(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(RecipeError, match="average_checkpoints with decay"):

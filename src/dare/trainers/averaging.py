@@ -57,8 +57,7 @@ def average_checkpoints(
     `rank` is given; then the settings are those of merging adapters.
     """
     folder = Path(folder)
-    if last is not None and last < 2:
-        raise RecipeError(f"last = {last}: at least 2 checkpoints are averaged")
+    _shares(2 if last is None else last, decay=decay)  # refuses what is out of range
     steps = _steps(folder, CHECKPOINT, until)[-(last or 0) :]
     if len(steps) < 2:
         found = counted(len(steps), f"{CHECKPOINT}-… folder") + f" up to step {until}" * bool(until)
@@ -80,6 +79,7 @@ def averaging_callback(last: int = 5, *, output: AnyPath | None = None, **settin
     folder, unless another `output` is given, and replaces the one of an earlier training. The
     other settings are those of `average_checkpoints`.
     """
+    _shares(last, settings.get("weights"), settings.get("decay"))  # not only at the end
 
     class AverageCheckpoints(trainer_callback()):  # type: ignore[misc]
         def on_train_begin(self, args: Any, *_given: Any, **_named: Any) -> None:
@@ -107,7 +107,7 @@ def ema_callback(decay: float = 0.9, **settings: Any) -> Any:
     average whose checkpoint has been deleted is deleted too, once there is a newer one. Settings
     are those of `merge`.
     """
-    _shares(2, None, decay)  # refuses one that is out of range
+    _shares(2, None, decay)  # refuses what is out of range
 
     class KeepAverage(trainer_callback()):  # type: ignore[misc]
         step = 0  # of the newest average of this training
@@ -191,6 +191,8 @@ def _shares(
     >>> _shares(4), _shares(3, [1, 1, 2]), _shares(3, decay=0.5)
     ([0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.5], [0.25, 0.25, 0.5])
     """
+    if count < 2:
+        raise RecipeError(f"last = {count}: at least 2 checkpoints are averaged")
     if weights is not None and decay is not None:
         raise RecipeError("weights and decay are both given; leave one of them out")
     if decay is not None:
