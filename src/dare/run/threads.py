@@ -151,12 +151,12 @@ class _Schedule(Generic[AnyStep]):
     def take(self) -> list[int]:
         """Wait for steps that can be done, and return their places; none when all are done.
 
-        Batches get smaller towards the end, so that several threads end together.
+        Batches get smaller towards the end, so that all threads end together.
         """
         with self._changed:
             while not self.stop.is_set() and self._first_undone < len(self._steps):
-                part = self._left // (2 * self._threads) if self._threads > 1 else self._left
-                if places := self._take(min(self._batch_elements, part)):
+                room = min(self._batch_elements, self._left // (2 * self._threads))
+                if places := self._take(room):
                     return places
                 self._changed.wait()
             return []
