@@ -307,10 +307,10 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
     kept = [("kept in", result.output)] if result.output else []
     started = Path(sys.argv[0])  # `make demo` runs a program that is not on the path
     program = str(started) if started.name == "dare" and not shutil.which("dare") else "dare"
-    own = "BASE MODEL MODEL -o merged"
+    own, how = "BASE MODEL MODEL", f"{FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g}"
     steps = {
-        "merge": f"{program} {own} --method {FAVOURITE.method} --drop-rate {FAVOURITE.drop_rate:g}",
-        "search": f"{program} search {own} --data EXAMPLES.jsonl",
+        "merge": f"{program} {own} -o merged --method {how}",
+        "search": f"{program} search {own} --data EXAMPLES.jsonl -o best",
     }
     if result.curves:
         points = list(zip(*(curve.points for curve in result.curves), strict=True))
