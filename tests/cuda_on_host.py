@@ -79,6 +79,12 @@ class Device:
         return Buffer.of(size)
 
 
+class driver:  # noqa: N801
+    @staticmethod
+    def cuMemGetInfo():  # noqa: N802
+        return 0, Device.most_bytes, Device.most_bytes
+
+
 class LegacyPinnedMemoryResource:
     allocate = staticmethod(Buffer.of)
 
@@ -149,10 +155,12 @@ def gpu_on_host(tmp_path_factory):
         return
     FileStreamProgramCache.folder = str(tmp_path_factory.mktemp("kernels"))
     core, utils = ModuleType("cuda.core"), ModuleType("cuda.core.utils")
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = driver
     for each in (Buffer, Device, LegacyPinnedMemoryResource, LaunchConfig, ProgramOptions, Program):
         setattr(core, each.__name__, each)
     core.launch, utils.FileStreamProgramCache = launch, FileStreamProgramCache
     with pytest.MonkeyPatch.context() as patch:
-        for module in (ModuleType("cuda"), core, utils):
+        for module in (ModuleType("cuda"), core, utils, bindings):
             patch.setitem(sys.modules, module.__name__, module)
         yield

@@ -1,5 +1,7 @@
 """Merges on GPUs, with this machine in their place; `make test-gpu` asks a real one."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from safetensors.numpy import save_file
 import cuda_on_host
 import dare
 from cuda_on_host import last_gpu
-from dare.errors import RecipeError
+from dare.errors import DareError, RecipeError
 from dare.kernels import cuda
 from dare.output.memory import OnDevice
 from dare.recipe.options import RunOptions
@@ -118,9 +120,11 @@ def on_gpu(tensor):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("method", ["dare+ties", "trim+ties", "karcher", "tsv"])
+@pytest.mark.parametrize("method", ["dare+ties", "trim+ties", "karcher", "fourier+sum"])
 def test_candidates_stay_on_the_gpu_of_a_live_model(models, method, wide, monkeypatch):
-    """What the GPU merges does not come back, unless the model has a wider type."""
+    """What the GPU merges does not come back, and a wider type is made there."""
+    if not cuda_on_host.IS_REAL:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Mock(torch.cuda.Stream))
     base, *tuned = models
     held = dare.Candidates(Request.of(base=base, models=tuned, method=method, device="cuda"))
     expected = held.make()
@@ -129,23 +133,19 @@ def test_candidates_stay_on_the_gpu_of_a_live_model(models, method, wide, monkey
         name: on_gpu(torch.zeros_like(torch.from_numpy(array), dtype=kinds[name]))
         for name, array in expected.arrays.items()
     }
-    sent = []
-    monkeypatch.setattr(OnDevice, "write", lambda _self, _start, raw: sent.append(raw.nbytes))
-    send = cuda.Kernels.send
-    monkeypatch.setattr(
-        cuda.Kernels,
-        "send",
-        lambda kernels, raw, at: (sent.append(raw.nbytes), send(kernels, raw, at)),
-    )
-    if wide:
-        monkeypatch.undo()
+    sent, send = [], cuda.Kernels.send
+    monkeypatch.delattr(OnDevice, "write")
+
+    def sending(kernels, raw, place):
+        sent.append(raw.nbytes)
+        send(kernels, raw, place)
+
+    monkeypatch.setattr(cuda.Kernels, "send", sending)
     assert held.write_into(live) == expected.digest
     for name, tensor in live.items():
-        made = torch.Tensor.cpu(tensor).numpy()
-        np.testing.assert_array_equal(made, expected.arrays[name])
-    if not wide:
-        few = live["steps"].nbytes + live["scalar"].nbytes
-        assert (sum(sent) == few) == (method in {"dare+ties", "trim+ties"})
+        np.testing.assert_array_equal(torch.Tensor.cpu(tensor).numpy(), expected.arrays[name])
+    few = sum(expected.arrays[name].nbytes for name in ("steps", "scalar"))
+    assert (sum(sent) == few) == (method in {"dare+ties", "trim+ties"})
 
 
 @cuda_on_host.on_host_only
@@ -155,6 +155,19 @@ def test_without_a_gpu_auto_is_the_processor(models, monkeypatch):
     assert dare.Candidates(settings).options.device == "cpu"
     with pytest.raises(RecipeError, match=r"cuda.*no GPU"):
         dare.plan(**settings | {"device": "cuda"})
+
+
+@cuda_on_host.on_host_only
+def test_auto_leaves_half_of_the_memory_to_others(models, monkeypatch):
+    base, *tuned = models
+    nbytes = sum(file.stat().st_size for file in models)
+    for most, auto in ((0.5, "cpu"), (1.5, "cpu"), (2.5, "auto:0")):
+        monkeypatch.setattr(cuda_on_host.Device, "most_bytes", int(most * 0.9 * nbytes))
+        request = Request.of(base=base, models=tuned, method="linear")
+        assert dare.Candidates(request).options.device == auto
+        if most < 1:
+            with pytest.raises(DareError, match=r"free.*device = cpu"):
+                dare.Candidates(Request.of(base=base, models=tuned, device="cuda"))
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def find_matrix_gpus(name: str) -> MatrixGpus | None:
 
 
 def keep_on_gpu(name: str, arrays: Iterable[NDArray[Any]]) -> tuple[str, Any]:
-    """Copy arrays to a GPU, if the name is one's, or `auto` and there is one with room.
+    """Copy arrays to a GPU, if the name is one's, or `auto` and they take half of what is free.
 
     Returns the device that has them, and what keeps them there.
     """
@@ -162,7 +162,8 @@ def keep_on_gpu(name: str, arrays: Iterable[NDArray[Any]]) -> tuple[str, Any]:
     from dare.kernels import cuda
 
     try:
-        kept = cuda.Residents("cuda" if name == "auto" else name, arrays)
+        is_auto = name == "auto"
+        kept = cuda.Residents("cuda" if is_auto else name, arrays, 0.5 if is_auto else 1)
     except DareError:
         if name != "auto":
             raise

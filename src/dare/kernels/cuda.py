@@ -23,6 +23,7 @@ from weakref import WeakSet, finalize
 import numpy as np
 from numpy.typing import NDArray
 
+from dare.documents.words import show_size
 from dare.errors import DareError, RecipeError, install_command
 from dare.kernels import MOST_ON_GPU, ChunkJob, Done, MatrixGpus, core, takes_matrices
 from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
@@ -268,6 +269,17 @@ class _Worker:
         self._rooms: list[Any] = []  # one at most
         finalize(self, _close, self._rooms)
 
+    @property
+    def free_bytes(self) -> int:
+        """The memory that nobody uses."""
+        from cuda.bindings import driver
+
+        self._device.set_current()
+        fault, free, _ = driver.cuMemGetInfo()
+        if fault:
+            raise RuntimeError(str(fault))
+        return int(free)
+
     def allocate(self, nbytes: int) -> Any:
         return self._device.allocate(nbytes, stream=self.stream)
 
@@ -304,14 +316,18 @@ class _Worker:
 class Residents:
     """Arrays of which a GPU has a copy, which kernels find there for as long as this is kept."""
 
-    def __init__(self, name: str, arrays: Iterable[NDArray[Any]]) -> None:
-        """Copy arrays to the first GPU that a name stands for."""
+    def __init__(self, name: str, arrays: Iterable[NDArray[Any]], most_share: float = 1) -> None:
+        """Copy arrays to the first GPU that a name stands for, or to a share of its free memory."""
         self.number = find_gpus(name)[0]
         places = {(_address(array), array.nbytes): array for array in arrays if array.nbytes}
         self._arrays = [places[place] for place in sorted(places)]
         self._starts = [start for start, _ in sorted(places)]
         with _errors_named(name, NO_ROOM):
             worker = _Worker(self.number)
+            nbytes, free = sum(array.nbytes for array in self._arrays), worker.free_bytes
+            if nbytes > most_share * free:
+                room = f"has {show_size(free)} free, and base and models take {show_size(nbytes)}"
+                raise DareError(f"device = {name}: GPU {self.number} {room}; {NO_ROOM}")
             self._buffers = [worker.allocate(array.nbytes) for array in self._arrays]
             for array, buffer in zip(self._arrays, self._buffers, strict=True):
                 worker.copy(int(buffer.handle), _address(array), array.nbytes)

@@ -78,6 +78,18 @@ class OnDevice:
         whole = torch.from_numpy(raw.view(f"i{raw.itemsize}"))
         self.tensor[start : start + raw.size].copy_(whole)
 
+    def room_for(self, nbytes: int) -> Any:
+        """Return a tensor of so many bytes on the same device."""
+        return self.tensor.new_empty(nbytes, dtype=sys.modules["torch"].uint8)
+
+    def widen(self, start: int, made: Any, narrow: StorageType, wide: StorageType) -> None:
+        """Write elements that are bytes on the same device, of a narrower type."""
+        torch = sys.modules["torch"]
+        values = made.view(getattr(torch, narrow.torch_name))
+        whole = self.tensor[start : start + values.numel()]
+        whole.view(getattr(torch, wide.torch_name)).copy_(values)
+        torch.cuda.current_stream(made.device).synchronize()  # others may write there next
+
 
 # A tensor's elements, as carriers of their type, read with or without a copy and written back.
 Memory = InMemory | OnDevice
@@ -232,6 +244,7 @@ class MemorySink(Sink):
 
     def __init__(self, homes: Mapping[str, Home]) -> None:
         self._homes = homes
+        self._made: dict[tuple[str, int], Any] = {}  # on a GPU, to be widened there
 
     @classmethod
     def with_room(cls, tensors: Iterable[TensorInfo]) -> Self:
@@ -252,13 +265,22 @@ class MemorySink(Sink):
         size = home.kind.itemsize
         return home.memory.read(offset // size, nbytes // size).view(np.uint8)
 
-    def place_on_gpu(self, name: str, offset: int) -> tuple[int, int] | None:
+    def place_on_gpu(self, gpu: int, name: str, offset: int, nbytes: int) -> int | None:
         home = self._homes.get(name)
-        if home is None or home.kind != home.merged or not isinstance(home.memory, OnDevice):
+        if home is None or not isinstance(home.memory, OnDevice):
             return None
         tensor = home.memory.tensor
-        is_gpu = tensor.device.type == "cuda"
-        return (tensor.device.index, tensor.data_ptr() + offset) if is_gpu else None
+        if (tensor.device.type, tensor.device.index) != ("cuda", gpu):
+            return None
+        if home.kind == home.merged:
+            return int(tensor.data_ptr()) + offset
+        made = self._made[name, offset] = home.memory.room_for(nbytes)
+        return int(made.data_ptr())
+
+    def take_from_gpu(self, name: str, offset: int) -> None:
+        made, home = self._made.pop((name, offset), None), self._homes[name]
+        if made is not None and isinstance(home.memory, OnDevice):
+            home.memory.widen(offset // home.merged.itemsize, made, home.merged, home.kind)
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         if (home := self._homes.get(name)) is not None:

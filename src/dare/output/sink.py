@@ -48,9 +48,12 @@ class Sink:
         """Return the memory in which a tensor's bytes can be made; None if they must be written."""
         return None
 
-    def place_on_gpu(self, name: str, offset: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the GPU, and the address there, that a tensor's bytes go to from `offset` on."""
+    def place_on_gpu(self, gpu: int, name: str, offset: int, nbytes: int) -> int | None:  # noqa: ARG002
+        """Return the address on a GPU where a tensor's bytes can be made."""
         return None
+
+    def take_from_gpu(self, name: str, offset: int) -> None:
+        """Store what was made there, if that is not its place."""
 
     def position(self, name: str, offset: int) -> int:  # noqa: ARG002
         """Return the position of a tensor's byte in its file, to align data the same way."""

@@ -58,9 +58,9 @@ class RunOptions(Strict):
         NOT_RECORDED,
     )
     device: Annotated[str, After(check_device)] = described(
-        "What computes: cpu, cuda, cuda:1 for that GPU alone, or auto. The bytes are the same, but "
-        "for whole matrices on a GPU that is named; auto leaves these to the processor.",
-        "cpu",
+        "What computes: cpu, cuda, cuda:1 for that GPU alone; auto is the processor, and a GPU for "
+        "candidates of a search. The bytes are the same, but for whole matrices on a named GPU.",
+        "auto",
         NOT_RECORDED,
         old="backend",
     )

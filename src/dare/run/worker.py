@@ -450,9 +450,11 @@ class Merger:
         for chunk in batch:
             self._check(chunk, list(islice(made, chunk_count(chunk.size))))
         for chunk, room, is_in_place in rooms:
-            if not is_in_place:
-                offset = chunk.start * chunk.tensor.dtype.itemsize
-                self._sink.write(chunk.tensor.name, offset, room.raw)
+            name, offset = chunk.tensor.name, chunk.start * chunk.tensor.dtype.itemsize
+            if room.on_gpu is not None:
+                self._sink.take_from_gpu(name, offset)
+            elif not is_in_place:
+                self._sink.write(name, offset, room.raw)
         return records
 
     def _check(self, chunk: Chunk, made: Sequence[Record]) -> None:
@@ -476,7 +478,7 @@ class Merger:
 
         In the buffer a chunk begins at the same place in a page as in the file, for direct writes.
         """
-        used = 0
+        used, gpu = 0, self._backend.gpu
         for chunk in batch:
             name, width = chunk.tensor.name, chunk.tensor.dtype.itemsize
             offset, nbytes = chunk.start * width, chunk.size * width
@@ -485,10 +487,9 @@ class Merger:
                 yield chunk, Room(place), True
                 continue
             used += (self._sink.position(name, offset) - used) % ALIGNMENT
-            number, on_gpu = self._sink.place_on_gpu(name, offset) or (None, None)
             room = self._backend.output[used : used + nbytes]
-            is_there = number is not None and number == self._backend.gpu
-            yield chunk, Room(room, on_gpu if is_there else None), is_there
+            there = None if gpu is None else self._sink.place_on_gpu(gpu, name, offset, nbytes)
+            yield chunk, Room(room, there), False
             used += nbytes
 
 
