@@ -78,7 +78,7 @@ def test_an_analysis_goes_by_the_same_rule(files, monkeypatch):
     base, model, *_ = files
     with pytest.raises(RecipeError, match=r"memory: one thread needs 2\.15 GB.* 1\.07 GB free"):
         analyzing.analyze(base, [model], verbose=False)
-    with pytest.raises(RecipeError, match="max_memory = 1000000: one thread needs"):
+    with pytest.raises(RecipeError, match=r"max_memory = 1\.0 MB: one thread needs"):
         analyzing.analyze(base, [model], max_memory="1MB", verbose=False)
 
 

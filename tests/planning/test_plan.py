@@ -407,8 +407,7 @@ def test_threads_are_as_many_as_memory_allows():
 def test_too_little_memory_is_refused_with_an_amount_that_is_enough(method, kind):
     base = {"w": np.zeros(4, kind)}
     need = plan_of(base, base, method=method).cost.least_memory
-    match = f"max_memory = {need - 1}: one thread needs {need} bytes; allow at least"
-    with pytest.raises(RecipeError, match=match) as caught:
+    with pytest.raises(RecipeError, match="one thread needs more; allow at least") as caught:
         plan_of(base, base, method=method, max_memory=need - 1)
     advice = str(caught.value).split("allow at least ")[1]
     assert plan_of(base, base, method=method, max_memory=advice).cost.threads == 1

@@ -328,7 +328,7 @@ def test_the_plan_knows_the_memory_and_refuses_too_little(method):
     assert planned.cost.held_bytes == taken
     enough = planned.cost.least_memory
     assert plan(method, [(1000, 2000)], models=3, max_memory=enough).cost.threads == 1
-    with pytest.raises(RecipeError, match=f"one thread needs {enough} bytes"):
+    with pytest.raises(RecipeError, match=f"at least {-(-enough // 1000) / 1000} MB"):
         plan(method, [(1000, 2000)], models=3, max_memory=enough - 1)
 
 

@@ -246,7 +246,7 @@ def test_the_holdout_is_run_once_on_winner_runner_up_and_baselines(recipe, tmp_p
     assert result.conclusion.holdout.objective.value == pytest.approx(0.6, abs=1e-4)
     assert result.conclusion.holdout.looks == 1
     comments = [line for line in result.to_toml().splitlines() if line[:1] == "#"]
-    for start in ("# Against base:", "# Holdout:", "# The best: Merge: sum"):
+    for start in ("# Against base:", "# Holdout:", "# The best: Merge math and"):
         assert any(line.startswith(start) for line in comments)
     calls = holdout.calls
     run(recipe, Evaluator(recipe), study, holdout=holdout, **more)

@@ -44,7 +44,7 @@ def test_what_decides_comes_first():
     lines = shown(sample.make_search()).splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith("  "))
     title = " ".join(lines[:first])
-    assert title.startswith("Merge: sum, scale 1, of add and sort  ")
+    assert title.startswith("Merge add and sort  This merge (sum, scale 1) has the best score")
     assert "80.0 %, 95 % interval 70–90" in title
     assert "the sum" in title.partition("as good:")[2]
     assert title.endswith("18 of 24 trials done, 3 stopped early, 3 failed.")
@@ -159,7 +159,7 @@ def test_unfinished_and_empty_studies_say_so():
         "18 of 24 trials done, 3 stopped early, 3 failed · best: trial 8, 0.7 (0.66 … 0.73)"
     )
     text = shown(sample.make_search(0), rows=5)
-    assert text.startswith("Not finished yet  So far: Merge: the sum of add and sort.")
+    assert text.startswith("Not finished yet  So far: Merge add and sort. This merge (the sum) ")
     assert ["average", "0.6"] in [row[:2] for row in rows_of(text)]
     broken = replace(data, trials=(data.trials[7],), planned=1, baselines=())
     assert shown(broken).startswith("No answer: every candidate breaks a guard  1 of 1 trial done")
@@ -171,7 +171,7 @@ def test_unfinished_and_empty_studies_say_so():
     [
         (0, "Do not merge: the base is best", set()),
         (1, "Use add alone", set()),
-        (4, "Merge: the sum of add and sort", {"best-recipe"}),
+        (4, "Merge add and sort", {"best-recipe"}),
     ],
 )
 def test_a_baseline_may_be_the_answer(place, title, recipes):

@@ -118,9 +118,8 @@ def _facts(
     yield "Advice", _advised(advice)
     if analysis.pairs:
         yield "Overlap", _overlap(analysis, readiness)
-        lost = share(round(analysis.together.cancelled, 5))
-        usual = f"{share(chance_cancelled(analysis))} is normal for independent ones"
-        yield "In a sum", f"{lost} of the changes cancel; {usual}"
+        usual = f"{chance_cancelled(analysis):.0%} is normal for independent models"
+        yield "In a sum", f"{analysis.together.cancelled:z.0%} of the changes cancel; {usual}"
 
 
 def _advised(advice: Advice) -> str:
@@ -141,7 +140,7 @@ def _overlap(analysis: AnalysisData, readiness: Readiness) -> str:
     ]
     if not notable:
         cosines = cosines_text([pair.total.cosine for pair in analysis.pairs])
-        return f"no two models are alike or opposed; {cosines}"
+        return f"no strong overlap or conflict; {cosines}"
     return "; ".join(_first(notable))
 
 

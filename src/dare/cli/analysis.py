@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 WRITES = "What to write"
 
 Inputs = Annotated[Path, Flag(help="The base and models; or a recipe with them, or an analysis.")]
-Steps = Annotated[int | None, Flag(help="Number of fine-tuning steps; guidelines use it.")]
+Steps = Annotated[int | None, Flag(help="Fine-tuning steps, if known; they refine the advice.")]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def analyze(
     steps: Steps = None,
     options: Options | None = None,
     output: Annotated[Path | None, output_flag("The analysis, as JSON.", group=WRITES)] = None,
-    html: Annotated[Path | None, Flag(group=WRITES, help="A page like dare report's.")] = None,
+    html: Annotated[Path | None, Flag(group=WRITES, help="Also write a page with figures.")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
@@ -152,7 +152,7 @@ def advise(
 def report(
     *inputs: Inputs,
     output: Annotated[Path, output_flag("The page.", group=WRITES)] = Path("report.html"),
-    merged: Annotated[Path | None, Flag(help="A finished merge: what it kept.")] = None,
+    merged: Annotated[Path | None, Flag(help="A finished merge, to show what it kept.")] = None,
     steps: Steps = None,
     overwrite: Overwrite = False,
     options: Options | None = None,

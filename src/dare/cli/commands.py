@@ -189,8 +189,8 @@ def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | No
     if flags.get("base"):
         return None, {**flags, "models": list(paths)}
     if len(paths) == 1:
-        remedy = "name at least one model after the base, or give all of them by flags"
-        raise UsageError(f"{paths[0]} is neither a recipe nor the output of a merge; {remedy}")
+        remedy = f"add a model, as in dare {paths[0]} MODEL -o OUTPUT"
+        raise UsageError(f"only {paths[0]} is given, which is no recipe and no output; {remedy}")
     if len(paths) == 2 and interpolates(flags):
         return None, {**flags, "models": list(paths)}
     return None, {**flags, "base": paths[0], "models": list(paths[1:])}
@@ -217,9 +217,9 @@ def verify(
 ) -> int:
     """Compare outputs with their manifests.
 
-    :param outputs: Outputs of finished merges, files or directories.
+    :param outputs: Outputs of finished merges: files or folders.
     :param sha256: Also compute the SHA-256, which is slower.
-    :param signer: A public key or certificate: outputs must be signed by it.
+    :param signer: A public key or certificate that must have signed the outputs.
     """
     from dare.output.verification import Verification
     from dare.output.verification import verify as verify_output
@@ -255,13 +255,13 @@ def sign(
     *,
     key: Path,
     certificate: Annotated[list[Path] | None, Flag(metavar="FILE...", least=1)] = None,
-    overwrite: Annotated[bool, switch(group=RUN, help="Replace a signature.")] = False,
+    overwrite: Annotated[bool, switch(group=RUN, help="Replace an existing signature.")] = False,
 ) -> Work:
     """Sign an output.
 
-    :param path: The output, or another model: a file or a directory.
-    :param key: The private key: elliptic, in PEM, without a password.
-    :param certificate: Its certificate, and those that it rests on.
+    :param path: The output, or another model: a file or a folder.
+    :param key: Your private key: an elliptic one, in PEM, without a password.
+    :param certificate: The key's certificate, then those of the authorities above it.
     """
     from dare.output.signing import sign as sign_output
 
@@ -312,7 +312,7 @@ def init(
 
     :param to: Where the recipe goes; - is stdout.
     :param overwrite: Replace an existing recipe.
-    :param from_analysis: An analysis whose advice to follow.
+    :param from_analysis: Follow the advice of this analysis.
     """
     from dare import api
     from dare.cli.template import write_template
@@ -398,7 +398,7 @@ def playground(
 ) -> int:
     """Serve the playground.
 
-    :param folders: Folders with your models, and for outputs. [default: this directory]
+    :param folders: Folders with your models, and for outputs. [default: this folder]
     :param port: The port; 0 is any free one. [default: 8787, if free]
     :param no_browser: Do not open a browser.
     :param build: Write the page as static files into a folder.
@@ -414,7 +414,7 @@ def playground(
     roots = tuple(folder.expanduser().resolve() for folder in folders or (Path(),))
     for root in roots:
         if not root.is_dir():
-            raise UsageError(f"{root}: is not a directory; give folders that contain models")
+            raise UsageError(f"{root}: is not a folder; give folders that contain models")
 
     def announce(address: str) -> None:
         if json:

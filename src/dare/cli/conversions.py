@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Base = Annotated[Path, Flag(help="The model before fine-tuning.")]
 Threads = Annotated[int | None, Flag(group=RESOURCES, help="Worker threads.")]
-MaxMemory = Annotated[str | None, Flag(group=RESOURCES, help="For buffers, such as 512MiB.")]
+MaxMemory = Annotated[str | None, Flag(group=RESOURCES, help="Memory for buffers, such as 512MiB.")]
 Rates = Flag(("--tensors",), METHOD, metavar="'PATTERN: RATE'")
 
 
@@ -63,7 +63,7 @@ def compress(
 ) -> Work:
     """Store a fine-tune as its change to the base.
 
-    :param model: The fine-tuned model: a file or a directory.
+    :param model: The fine-tuned model: a file or a folder.
     :param drop_rate: Share of changes to drop; none by default.
     :param bits: Bits for each kept change; native: as stored. Default: 2, or native if dropping.
     :param seed: Seed of the mask.
@@ -99,7 +99,7 @@ def apply(
     delta: Path,
     /,
     *,
-    output: Annotated[Path, output_flag("The model: NAME.safetensors, or a directory.")],
+    output: Annotated[Path, output_flag("The model: NAME.safetensors, or a folder.")],
     allow_not_finite: Annotated[bool, switch(group=MISFITS)] = False,
     threads: Threads = None,
     max_memory: MaxMemory = None,
@@ -119,8 +119,8 @@ def apply(
 # ---------------------------------------------------------------- adapters
 
 Rank = Annotated[int | None, Flag(help="Rank of the result.")]
-Energy = Annotated[float | None, Flag(help="Or: the share of the squared change to keep.")]
-Output = Annotated[Path, output_flag("Directory of the adapter.")]
+Energy = Annotated[float | None, Flag(help="Or the share of the squared change to keep.")]
+Output = Annotated[Path, output_flag("Folder of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Flag(help="Storage type.")]
 
 
@@ -192,15 +192,15 @@ def extract(
     device: str = "cpu",
     overwrite: Overwrite = False,
 ) -> Work:
-    """Extract a LoRA from a fine-tuned model: its change to the base, cut to a rank.
+    """Extract a LoRA from a fine-tuned model: its delta, reduced to a low rank.
 
     :param base: The model before fine-tuning.
     :param model: The fine-tuned model.
-    :param modules: Patterns of modules to take.
+    :param modules: Patterns of the modules to extract.
     :param save_others: Store other changed tensors in full.
     :param base_name: Name of the base in the adapter, if not that of its folder.
     :param as_stored: Take names from the file, not from transformers.
-    :param device: What computes: cpu, cuda or cuda:N.
+    :param device: The device that computes: cpu, cuda or cuda:N.
     """
     from dare.lora.extraction import extract_adapter
 
@@ -215,7 +215,7 @@ def moe(
     recipe: Path,
     /,
     *,
-    output: Annotated[Path | None, output_flag("Directory of the mixture.")] = None,
+    output: Annotated[Path | None, output_flag("Folder of the mixture.")] = None,
     shard_size: Annotated[str | None, Flag(group=RESOURCES)] = None,
     threads: Annotated[int | None, Flag(group=RESOURCES)] = None,
     max_memory: Annotated[str | None, Flag(group=RESOURCES)] = None,
@@ -227,7 +227,7 @@ def moe(
     :param recipe: A recipe, a configuration of mergekit-moe, or a mixture to make again.
     :param shard_size: Largest file, such as 5GB.
     :param threads: Worker threads.
-    :param max_memory: For buffers, such as 512MiB.
+    :param max_memory: Memory for buffers, such as 512MiB.
     """
     from dare.mixtures.building import moe as build_mixture
 

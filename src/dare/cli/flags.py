@@ -51,7 +51,7 @@ _EVERYTHING = "Show plan, progress and report: the default."
 Verbose = Annotated[bool, _shown("--verbose", "-v", help=_EVERYTHING)]
 Quiet = Annotated[bool, _shown("--quiet", "-q", help="Show errors only.")]
 Json = Annotated[bool, _shown(help="JSON on stdout, everything else on stderr.")]
-Debug = Annotated[bool, _shown(help="With an error, show where it came from.")]
+Debug = Annotated[bool, _shown(help="Show the traceback of an error.")]
 Switch = Annotated[bool, switch()]
 RunSwitch = Annotated[bool, switch(group=RUN)]
 RunPath = Annotated[Path | None, Flag(group=RUN)]

@@ -74,9 +74,9 @@ class Means:
     """Flags for how a search is run.
 
     :param study: The file of the study. By default RECIPE.study.db or OUTPUT.study.db.
-    :param jobs: How many candidates are scored at a time.
+    :param jobs: How many candidates are scored at the same time.
     :param work: Folder for candidates that a command scores.
-    :param retry: Also try failed trials again.
+    :param retry: Also retry failed trials.
     """
 
     study: RunPath = None
@@ -104,7 +104,7 @@ def search(
     :param write: Where to write the recipe with the best score; - for nowhere.
     :param html: Also write the study as a page.
     :param live: Show the study as a page while it runs, at a local address.
-    :param dry_run: Check the settings and count trials.
+    :param dry_run: Check the settings and count the trials.
     """
     from dare.api import merge as run_merge
     from dare.output.targets import check_free, refuse_existing

@@ -33,7 +33,7 @@ from dare.tensors.files import read_limited
 FOLDER_SIGNATURE = "model.sig"
 MAX_SIGNATURE_BYTES = 16 << 20  # more than for 50,000 files
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
-OTHER_KIND = "it is of another kind, or keyless, which `model_signing verify sigstore` checks"
+OTHER_KIND = "another kind of signature; `model_signing verify sigstore` checks keyless ones"
 State = tuple[tuple[str | int, ...], ...]  # of files: their names, sizes and times
 PROBLEMS = {"not_signed", "bad_signature", "signed_changed", "signed_missing", "not_covered"}
 # Names that no signature has to cover: of git, as the package has it, and of the hub's client.
@@ -52,8 +52,8 @@ class Signed:
 def signature_path(path: Path) -> Path:
     """Return the place of a model's signature; the model must be on this machine."""
     if is_stored(path) or find_name(path) is not None:
-        remedy = "download the model, with its signature, and name its folder"
-        raise RecipeError(f"{path}: signatures are only handled on this machine; {remedy}")
+        remedy = "download the model with its signature, and give its folder"
+        raise RecipeError(f"{path}: signatures need files on this machine; {remedy}")
     if not path.exists():
         raise no_such_file(path)
     return path / FOLDER_SIGNATURE if path.is_dir() else path.with_name(f"{path.name}.sig")
@@ -80,7 +80,7 @@ def make_signature(path: Path, key: Path, certificates: Sequence[Path] = ()) -> 
         reason = _reason(error).removeprefix(f"{key}: ")
         raise RecipeError(f"{key}: cannot sign: {reason}; {need}") from None
     for file in (file for file in _files(path) if not file.is_file()):
-        what = "is no file, or leads to a folder, which no signature covers"
+        what = "is not a file, or is a link to a folder, which no signature covers"
         raise InputError(f"{file}: {what}; put the file or the folder itself there")
     with TemporaryDirectory() as folder:
         config.sign(path, made := Path(folder, FOLDER_SIGNATURE))
@@ -134,8 +134,8 @@ def require_signatures(paths: Iterable[Path], signers: Sequence[Path]) -> frozen
 def require_covered(files: Iterable[Path], covered: frozenset[Path]) -> None:
     """Refuse a file that is read for a model, and that no signature covers."""
     for file in (file for file in files if file not in covered):
-        remedy = "name the model's folder, and have all of it signed"
-        raise InputError(f"{file}: is read, and not signed; {remedy} (require_signed)")
+        remedy = "give the model's folder, and have all of it signed"
+        raise InputError(f"{file}: is not signed, but would be read; {remedy} (require_signed)")
 
 
 def count_signed(bundle: bytes) -> int:

@@ -160,12 +160,12 @@ def find_gpus(name: str) -> list[int]:
     except ImportError:
         remedy = f"{install_command('gpu')}, or merge with device = cpu"
         raise RecipeError(f"device = {name}: needs the extra gpu; {remedy}") from None
-    with _errors_named(name, "see whether nvidia-smi lists the GPU, or merge with device = cpu"):
+    with _errors_named(name, "check that nvidia-smi lists the GPU, or merge with device = cpu"):
         found = [device.device_id for device in Device.get_all_devices()]
     _, _, number = name.partition(":")
     if not found or (number and int(number) not in found):
-        there = f"there are {', '.join(map(str, found))}" if found else "there is no GPU"
-        raise RecipeError(f"device = {name}: {there}; merge with device = cpu, or on one that is")
+        there = f"the GPUs are {', '.join(map(str, found))}" if found else "there is no GPU"
+        raise RecipeError(f"device = {name}: {there}; choose another device, or device = cpu")
     return [int(number)] if number else found
 
 

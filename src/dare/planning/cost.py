@@ -334,8 +334,8 @@ def check_memory(
 ) -> None:
     """Refuse a need for more memory than the user allows, or by default than is free."""
     if given is not None and needed > given:
-        least = f"allow at least {-(-needed // 1000) / 1000:.3f} MB"
-        raise RecipeError(f"{name} = {given}: one thread needs {needed} bytes; {least}")
+        least = f"one thread needs more; allow at least {-(-needed // 1000) / 1000:.3f} MB"
+        raise RecipeError(f"{name} = {show_size(given)}: {least}")
     if given is None and needed > DEFAULT_MEMORY:
         free = available_memory()
         if free is not None and needed > free:

@@ -325,8 +325,9 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     title = f"Use {what} alone" if best.role is Role.SINGLE else "Do not merge: the base is best"
     top = f"No merge clearly beats {what}{score}"
     if conclusion.is_merge:
-        what, title = "it", f"Merge: {_merge_words(data, best)}"
-        top = f"It has the best score{score}"
+        how, title = _merge_words(data, best)
+        what = f"this merge ({how})"
+        top = f"This merge ({how}) has the best score{score}"
     if NOT_KNOWN in {difference.verdict for difference in conclusion.against}:
         why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
         return title, Tone.PLAIN, f"{top}, but that may be luck{why}."
@@ -338,15 +339,15 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     return title, Tone.FAIR, f"{top}. May be as good: {listed([*tied[:MOST_NAMED], *more])}."
 
 
-def _merge_words(data: StudyData, ranked: Ranked) -> str:
-    """Describe a merge in words, with its models."""
+def _merge_words(data: StudyData, ranked: Ranked) -> tuple[str, str]:
+    """Return how models are merged, and which: in a sentence, and as what to do."""
     made = recipe_of(data, ranked)
     names = made.names
-    of = f"of {listed(names) if len(names) <= MOST_NAMED else counted(len(names), 'model')}"
+    title = f"Merge {listed(names) if len(names) <= MOST_NAMED else counted(len(names), 'model')}"
     if ranked.baseline:
-        return f"{_name_of(ranked)} {of}"
+        return _name_of(ranked), title
     settings = {n: value for n, value in ranked.settings.items() if not n.startswith(INCLUDE)}
-    return f"{setting_words({'method': made.method, **settings})}, {of}"
+    return setting_words({"method": made.method, **settings}), title
 
 
 def setting_words(settings: Settings) -> str:
@@ -413,8 +414,8 @@ def list_evidence(data: StudyData, conclusion: Conclusion) -> Iterator[str]:
     held = conclusion.holdout.against if conclusion.holdout else ()
     yield from (f"{label}: {text}" for label, text in _evidence(conclusion))
     for start, found in (("Against", conclusion.against), ("On the holdout against", held)):
-        for difference in found:
-            yield f"{start} {difference.other}: {difference.estimate:+}, {difference.verdict}."
+        for each in found:
+            yield f"{start} {each.other}: {each.estimate:+}; verdict: {each.verdict}."
     yield from (f"{said}." for said in conclusion.notices)
 
 
@@ -422,8 +423,8 @@ def _evidence(conclusion: Conclusion) -> Iterator[tuple[str, str]]:
     if conclusion.holdout is not None:
         yield "Holdout", holdout_text(conclusion.holdout)
     if conclusion.noise is not None:
-        noise = f"differed by {number(conclusion.noise)}" if conclusion.noise else "agreed"
-        yield "Noise", f"two scorings of the same weights {noise}"
+        noise = f"{number(conclusion.noise)} apart" if conclusion.noise else "equal"
+        yield "Noise", f"two scores of the same weights were {noise}"
 
 
 def progress_text(data: StudyData) -> str:
@@ -491,7 +492,7 @@ def score_text(estimate: Estimate, *, is_share: bool) -> str:
     '0.92'
     """
     value, low, high = estimate.value, estimate.low, estimate.high
-    text = f"{value:.1%}".replace("%", " %") if is_share else f"{value:.2f}"
+    text = f"{value:.1%}" if is_share else f"{value:.2f}"
     if low is None or high is None:
         return text
     if is_share:

@@ -75,9 +75,9 @@ def average_checkpoints(
 def averaging_callback(last: int = 5, *, output: AnyPath | None = None, **settings: Any) -> Any:
     """Return a callback for Trainer that averages the last checkpoints when the training ends.
 
-    `Trainer(…, callbacks=[dare.averaging_callback(last=5)])` writes `averaged` into the training's
-    folder, unless another `output` is given, and replaces the one of an earlier training. The
-    other settings are those of `average_checkpoints`.
+    `Trainer(…, callbacks=[dare.averaging_callback(last=5)])` writes `averaged` into Trainer's
+    folder, unless another `output` is given, and replaces an earlier one. The other settings are
+    those of `average_checkpoints`.
     """
     _shares(last, settings.get("weights"), settings.get("decay"))  # not only at the end
 
@@ -124,7 +124,7 @@ def ema_callback(decay: float = 0.9, **settings: Any) -> Any:
             self.step = max(_steps(folder, AVERAGE, begin), default=0)
             if begin and not self.step:
                 what = f"no average up to step {begin}, so a new one begins"
-                warn_caller(f"{folder}: has {what}; copy {AVERAGE}-{begin} there to go on with it")
+                warn_caller(f"{folder}: has {what}; to continue one, copy {AVERAGE}-{begin} there")
             if self.step < begin and (folder / f"{CHECKPOINT}-{begin}").exists():
                 self.on_save(args, state)  # the process ended before
 
@@ -177,7 +177,7 @@ def _open_checkpoint(folder: Path, step: int) -> Path:
     with suppress(InputError):
         state = parse_json(read_limited(file, MAX_STATE_BYTES), file)
     if not isinstance(state, dict) or state.get("global_step") != step:
-        what = f"has no {STATE_NAME} of step {step}, which Trainer writes last"
+        what = f"is incomplete, without a {STATE_NAME} of step {step}"
         raise InputError(f"{path}: {what}; delete the folder, or set until to an earlier step")
     inside = path / FSDP_FOLDER
     return inside if inside.is_dir() else path
@@ -192,7 +192,7 @@ def _shares(
     ([0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.5], [0.25, 0.25, 0.5])
     """
     if count < 2:
-        raise RecipeError(f"last = {count}: at least 2 checkpoints are averaged")
+        raise RecipeError(f"last = {count}: an average needs at least 2 checkpoints")
     if weights is not None and decay is not None:
         raise RecipeError("weights and decay are both given; leave one of them out")
     if decay is not None:
@@ -203,5 +203,5 @@ def _shares(
     if len(given) != count:
         raise RecipeError(f"weights: {len(given)} given for {counted(count, 'checkpoint')}")
     if not math.isfinite(total := math.fsum(given)) or total <= 0:
-        raise RecipeError(f"weights: add up to {total:g}, which must be above 0")
+        raise RecipeError(f"weights: the sum is {total:g}; it must be above 0")
     return [weight / total for weight in given]

@@ -10,6 +10,7 @@ import {
 import { make } from "./controls.js";
 import { addFigure } from "./figures.js";
 import { writeToml } from "./toml.js";
+import { percent } from "./words.js";
 
 export { readAnalysis, readFile } from "./analysis/reading.js";
 
@@ -112,12 +113,13 @@ function pairs(analysis) {
     share(total.both ? 1 - total.agreeing : 0),
     amount(total.both),
   ]);
-  const lost = share(analysis.together.cancelled);
+  const lost = percent(analysis.together.cancelled, 0);
+  const usual = percent(figures.chanceCancelled(analysis.models), 0);
   return card("How the models compare", wideTable("Pairs", columns, rows), paragraph("hint",
     "Near a cosine of 0 the changes are independent. Above 0 the models share part of their ",
     "change; below 0 their changes are partly opposite. By chance, half of the elements that both ",
-    `change go in opposite directions. In a sum, ${lost} of all change cancels out; by chance about `,
-    `${share(figures.chanceCancelled(analysis.models))}.`));
+    `change go in opposite directions. In a sum, ${lost} of the changes cancel; ${usual} is normal `,
+    "for independent models."));
 }
 
 function suggestion({ setting, value, model, reason, source, evidence }) {

@@ -9,10 +9,10 @@ export const decimal = (value, digits = 2) => value.toFixed(digits).replace("-",
 export const signed = (value, digits = 4) => (value < 0 ? "" : "+") + decimal(value, digits);
 
 /** A share of one in per cent. */
-export const percent = (share, digits = 1) => `${decimal(100 * share, digits)}\u00a0%`;
+export const percent = (share, digits = 1) => `${decimal(100 * share, digits)}%`;
 
 /** A score that is in per cent already. */
-export const points = (value) => `${Math.round(value)}\u00a0%`;
+export const points = (value) => `${Math.round(value)}%`;
 
 /** How large noise is, as a multiple of the change that it is in. */
 export function noiseInWords(ratio) {

@@ -3,6 +3,7 @@
 import { button, choice, slider } from "../controls.js";
 import { addFigure, band, colours, layer, RATE, RIGHT, rowsOf } from "../figures.js";
 import { loadJson } from "../loading.js";
+import { points } from "../words.js";
 import { guessState, offBy, RATES, readGuess } from "./predict/guess.js";
 
 export const defaults = {
@@ -31,7 +32,7 @@ export async function mount(section, { state }) {
   choice(at("controls"), state, "predict.who", { label: "Model", options: MODELS });
   for (const [index, rate] of RATES.entries()) {
     slider(at("sliders"), guessState(state), `predict.y.${index}`, {
-      label: `Right at p = ${rate}`, min: 0, max: 100, step: 1, format: (value) => `${value} %`,
+      label: `Right at p = ${rate}`, min: 0, max: 100, step: 1, format: points,
     });
   }
   const reveal = button(at("buttons"), "Show what happens", () => {
@@ -88,7 +89,7 @@ export async function mount(section, { state }) {
 function inWords({ mean, worst }) {
   if (worst.off < 5) return `Good guess: you were off by ${mean.toFixed(0)} points on average`;
   return `You were off by ${mean.toFixed(0)} points on average, most at p = ${worst.p}: `
-    + `you said ${worst.guess.toFixed(0)} %, it was ${worst.mean.toFixed(0)} %`;
+    + `you said ${points(worst.guess)}, it was ${points(worst.mean)}`;
 }
 
 /** Let a pointer draw: `put(index, value)` is called for each rate that it takes or passes. */

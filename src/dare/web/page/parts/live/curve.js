@@ -1,5 +1,6 @@
 // Right answers over drop rates: measured before, and where the reader is.
 import { addFigure, band, colours, dot, RATE, RIGHT, rowsOf } from "../../figures.js";
+import { points } from "../../words.js";
 
 const MINE = "this setting";
 const KINDS = ["dare+sum", "dare+ties", MINE];
@@ -8,9 +9,9 @@ const KINDS = ["dare+sum", "dare+ties", MINE];
 function findingOf(measured) {
   const of = (method) => measured.filter(({ kind }) => kind === method);
   const best = of("dare+ties").reduce((one, other) => (other.mean > one.mean ? other : one));
-  const [ties, sum] = ["dare+ties", "dare+sum"].map((method) => of(method)[0].mean.toFixed(0));
-  return `At λ = 1, TIES alone gets ${ties} % right; with DARE before it, ${best.mean.toFixed(0)} % at `
-    + `p = ${best.p}. The plain sum needs neither here: it gets ${sum} %.`;
+  const [ties, sum] = ["dare+ties", "dare+sum"].map((method) => points(of(method)[0].mean));
+  return `At λ = 1, TIES alone gets ${ties} right; with DARE before it, ${points(best.mean)} at `
+    + `p = ${best.p}. The plain sum needs neither here: it gets ${sum}.`;
 }
 
 export function curveCard(card) {
