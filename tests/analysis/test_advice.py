@@ -133,9 +133,9 @@ def test_the_table_of_guidelines(is_lora, parameters, steps, expected):
         (6.7e9, 1_000, [SHORT], [LONG]),
         (56e9, None, [f"0.9 to 0.95 for {LARGE}", "dare for 70B or more"], []),
         (405e9, 100, [f"0.9 to 0.95 for {LARGE}"], []),  # which says that steps are not used
-        (6.7e9, 100, ["no drop rate for 6.7B after 100 steps (no evidence"], []),
-        (34e9, None, ["no drop rate for 34B after any number of steps (no evidence"], []),
-        (10e9, 1_000, ["no drop rate for 10B after 1000 steps (no evidence"], []),
+        (6.7e9, 100, ["no drop rate for 6.7B parameters after 100 steps"], []),
+        (34e9, None, ["no drop rate for 34B parameters after any number of steps"], []),
+        (10e9, 1_000, ["no drop rate for 10B parameters after 1000 steps"], []),
     ],
 )
 def test_what_is_often_recommended_is_named_and_decides_nothing(

@@ -124,7 +124,7 @@ def test_steps_are_taken_by_every_command_that_advises(folder, analysis):
     assert expected in advised(1000)
     found = dare_succeeds("analyze", "analysis.json", "--steps", "1000", "--json").json
     assert any(expected in doubt["text"] for doubt in found["advice"]["doubts"])
-    assert "no drop rate for 7B after 50000 steps (no evidence" in advised(50000)
+    assert "no drop rate for 7B parameters after 50000 steps" in advised(50000)
     assert "steps = -1" in dare("advise", "analysis.json", "--steps", "-1").err
 
 
