@@ -2,7 +2,7 @@
 
 Changes are of one sign, |N(0, 1)|, so that a sum shows every factor; stages are at their defaults
 but for drop rates of 0.5, so that both stages of a pair have much to drop. The interval is that of
-the mean over seeds, at 95 %.
+the mean over seeds, at 95%.
 
     python bench/chains.py > /tmp/table.md      # the table in docs/numbers.md
 """

@@ -181,7 +181,7 @@ def main() -> None:
         def shares(setup: Setup) -> tuple[str, str]:
             one = partial(search, setup, arguments.resamples)
             means = np.mean(list(pool.map(one, range(searches), chunksize=CHUNK)), axis=0)
-            return tuple(f"{100 * share:.1f} %" for share in means)
+            return tuple(f"{100 * share:.1f}%" for share in means)
 
         for part in (of_nothing, of_gains, of_clusters):
             for line in part(shares):

@@ -44,7 +44,7 @@ class Rule:
 
     def __str__(self) -> str:
         """The rule in words."""
-        limits = f"change up to {100 * self.change:g} %, cosine under {self.cosine:g}"
+        limits = f"change up to {100 * self.change:g}%, cosine under {self.cosine:g}"
         return f"`{self.method}` at {self.scale:g}: {limits}"
 
     def applies(self, entry: Record) -> bool:
@@ -68,9 +68,9 @@ def rules(kind: str) -> list[Rule]:
 
 
 KINDS = {
-    "narrow": "`tsv`, change up to 5 %, cosine under 0.2",
+    "narrow": "`tsv`, change up to 5%, cosine under 0.2",
     "any method": "the same, or `linear`, `ties`, `iso`",
-    "wide": "`tsv`, change up to 25 %, cosine under 0.5",
+    "wide": "`tsv`, change up to 25%, cosine under 0.5",
 }
 
 

@@ -1,6 +1,6 @@
 """Stored results, and what can be said of them: differences, shares of a gain, intervals.
 
-Differences are in points of right answers. Intervals are 95 % ones, by bootstrap over bases, since
+Differences are in points of right answers. Intervals are 95% ones, by bootstrap over bases, since
 models of one base are alike.
 """
 
@@ -111,7 +111,7 @@ def group(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, 
 def way_and_size(model: Record) -> str:
     """How a model was trained, and whether its change is small beside the base."""
     relation = "under" if model["relative_norm"] < SMALL_CHANGE else "from"
-    return f"{WAYS[model['way']]}, {relation} {100 * SMALL_CHANGE:g} %"
+    return f"{WAYS[model['way']]}, {relation} {100 * SMALL_CHANGE:g}%"
 
 
 # ---------------------------------------------------------------- values
@@ -204,13 +204,13 @@ class Estimate:
     @property
     def percent(self) -> str:
         """The share in words."""
-        return self._text("{:z.0f} %", 100)
+        return self._text("{:z.0f}%", 100)
 
     def _text(self, form: str, factor: float) -> str:
         if not self.bases:
             return "–"
         mean, low, high = (form.format(factor * v) for v in (self.mean, self.low, self.high))
-        interval = f" ({low} … {high})".replace(" %", "") if self.bases >= LEAST_BASES else ""
+        interval = f" ({low} … {high})".replace("%", "") if self.bases >= LEAST_BASES else ""
         return with_minus(mean + interval)
 
     @property

@@ -129,7 +129,7 @@ def mean_score(right: Iterable[np.ndarray]) -> float:
 
 
 def half_width(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Of a 95 % interval for the difference of two scores on the same items."""
+    """Of a 95% interval for the difference of two scores on the same items."""
     spreads = [(a - b).var() / len(a) for a, b in zip(one, other, strict=True)]
     return 1.96 * math.sqrt(sum(spreads)) / len(spreads)
 

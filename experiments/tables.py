@@ -365,8 +365,8 @@ def by_size(evidence: Evidence) -> str:
     complete = [entry for entry in evidence.advised if not entry["seen"]["left_out"]]
     for low, high in pairwise((0.0, *SIZES, np.inf)):
         sets = [entry for entry in complete if low <= entry["seen"]["change"] < high]
-        label = f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %"
-        label = f"over {100 * low:g} %" if high == np.inf else label
+        label = f"{100 * low:g} to {100 * high:g}%" if low else f"under {100 * high:g}%"
+        label = f"over {100 * low:g}%" if high == np.inf else label
         differing = (_difference(sets, *pair) for pair in pairs)
         rows.append((label, len(sets), bases_of(sets), *differing))
     return table(("largest change", "sets", "bases", *(f"`{name}`" for name, _ in pairs)), rows)
@@ -479,7 +479,7 @@ def survives(evidence: Evidence) -> str:
     rows = []
     for label, values in found.items():
         lost = np.mean([points < -LOST_POINTS for _, points in values])
-        rows.append((label, len(values), estimate(values).points, f"{100 * lost:.0f} %"))
+        rows.append((label, len(values), estimate(values).points, f"{100 * lost:.0f}%"))
     columns = ("", "scores", "points against the base", f"more than {LOST_POINTS:g} below")
     return table(columns, rows)
 
@@ -550,7 +550,7 @@ def _binned(
 
 
 def _percent(share: float) -> str:
-    return with_minus(f"{100 * share:z.0f} %")
+    return with_minus(f"{100 * share:z.0f}%")
 
 
 # ---------------------------------------------------------------- delta files

@@ -220,7 +220,7 @@ def summary(document: Mapping[str, Any]) -> str:
     scores, gaps, counts = [], [], []
     for name, found in document.items():
         means = (f"{found['test'][column]['mean']:.1f}" for column in columns)
-        scores.append((name, f"{100 * max(found['changes']):.2g} %", *means))
+        scores.append((name, f"{100 * max(found['changes']):.2g}%", *means))
     for way in WAYS:
         against = {name: found["against"][way] for name, found in document.items()}
         for name, own in against.items():

@@ -537,7 +537,7 @@ def sample_graphs(task: str, split: str, rng: Rng, count: int) -> Batch:
 PLAIN = ("pair", "usual", "many", "light", "seeds", "lora", "uneven", "stranger")
 """Kinds of sets in worlds whose models take long to train."""
 FAINT = ("faint", "faint, many")
-"""Kinds whose models change the base by less than 2 %, where the base can nearly do the tasks."""
+"""Kinds whose models change the base by less than 2%, where the base can nearly do the tasks."""
 TEXT_KINDS = ("pair", "usual", "many", "lora", "light", "harsh", "seeds", "uneven",
               "lora, gentle", "twice", "opposed", "gentle")  # fmt: skip
 PAIRS_OF_DIGITS = ("0-1", "2-3", "4-5", "6-7", "8-9")

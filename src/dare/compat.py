@@ -224,9 +224,9 @@ def ties_disjoint_merge(task_vectors: Sequence[Arrays], elected: Arrays) -> dict
 
 
 def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float:
-    """Return the share of delta elements under 1 % of the largest magnitude.
+    """Return the share of delta elements under 1% of the largest magnitude.
 
-    Goes over the tensors twice instead of joining them. Prints the figures and, above 70 %, what
+    Goes over the tensors twice instead of joining them. Prints the figures and, above 70%, what
     they mean for the drop rate. These figures are defined by the largest element and the mean, so
     that a few outliers decide them; where there are any, what holds without them is printed too,
     and the advice goes by that. NaN and infinite elements are warned of and not counted.
@@ -263,12 +263,12 @@ def detect_delta_sparsity(task_vector: Arrays, *, verbose: bool = True) -> float
     left = sums.inliers
     typical = share_below(0.01 * left.largest, sums, bins) if left.outliers else below / count
     if verbose:
-        print(f"natural sparsity: {below / count:.1%} of the elements are under 1 % of the largest")
+        print(f"natural sparsity: {below / count:.1%} of the elements are under 1% of the largest")
         print(f"max |δ| {largest:.6f}, mean {mean:.6f}, std {deviation:.6f}")
         if left.outliers:
             decide = counted(left.outliers, "outlier decides", "outliers decide")
             print(
-                f"{decide} these figures: of the other elements {typical:.1%} are under 1 % of the "
+                f"{decide} these figures: of the other elements {typical:.1%} are under 1% of the "
                 f"largest of them, {left.largest:.6f}"
             )
         if typical > 0.7:

@@ -71,7 +71,7 @@ def test_small_independent_changes_are_more_than_averaged(base, models, own, cho
 
 
 def test_advice_on_real_models():
-    """Two of the demonstration's models change their base by 3 %, more than the limit."""
+    """Two of the demonstration's models change their base by 3%, more than the limit."""
     readiness, advice = judge(analyze(BASE, list(TUNED.values()), spectra="none", verbose=False))
     assert advice.recipe["method"] == "linear"
     assert (readiness.verdict, advice.left_out) == (Verdict.NO_DEFECT, ())

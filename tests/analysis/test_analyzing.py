@@ -138,7 +138,7 @@ def test_tensors_stand_under_their_kind_and_layer(three):
 
 
 def top(delta, names, base):
-    """The top 1 % of each tensor, with all magnitudes in the bin of the last of them."""
+    """The top 1% of each tensor, with all magnitudes in the bin of the last of them."""
     marks, start = [], 0
     for name in sorted(names):
         size = base[name].size

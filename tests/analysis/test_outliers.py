@@ -33,7 +33,7 @@ def low_rank(rank):
 
 
 def make(side, change, models=1, shared=0.0, names=NAMES):
-    """A base, and models that change it by 4.6 %, and by a common part."""
+    """A base, and models that change it by 4.6%, and by a common part."""
     generator = np.random.default_rng(0)
     base = {n: 0.02 * generator.standard_normal((side, side), np.float32) for n in names}
     common = {name: full(generator, side) for name in names}

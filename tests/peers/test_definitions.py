@@ -284,7 +284,7 @@ def test_difference_each_tensor_has_its_own_competition():
 
 @compares("pcb", DEFINITION)
 def test_difference_the_largest_magnitudes_are_not_clamped():
-    """Theirs are drawn in to the 99.99 % largest of the model, for the scores and the result."""
+    """Theirs are drawn in to the 99.99% largest of the model, for the scores and the result."""
     deltas = scored_deltas(2)
     for delta in deltas:
         delta[-1] = 1.0

@@ -378,7 +378,7 @@ def test_interference_is_less_than_in_the_sum():
     deltas = [1e-3 * draw for draw in draws(64, 64, count=4)]
     found = [
         merge("swudi", *deltas, rank_share=1.0),
-        merge("swudi", *deltas),  # leaves 35 % of directions as they are in the sum
+        merge("swudi", *deltas),  # leaves 35% of directions as they are in the sum
         np.sum(deltas, axis=0),
     ]
     scores = [

@@ -412,7 +412,7 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     card = Path("merged/README.md").read_text()
     rows = [line for line in card.splitlines() if line.startswith(("| sums ", "| words "))]
     assert len(rows) == 2
-    assert all("| 0.0 %" in row for row in rows)
+    assert all("| 0.0%" in row for row in rows)
     for scored, task in zip(
         huggingface_hub.ModelCard(card).data.eval_results, (first, second), strict=True
     ):

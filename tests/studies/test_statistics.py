@@ -212,7 +212,7 @@ def test_the_interval_of_a_share_holds_and_stays_within_0_and_1(kind: str, count
         found = resample(alone(scored), MEAN, resamples=300).estimate(0)
         assert 0 <= found.low <= found.value <= found.high <= 1
         held += found.low <= mean <= found.high
-    assert held >= 0.91 * runs  # 95 % less two standard errors
+    assert held >= 0.91 * runs  # 95% less two standard errors
 
 
 def test_a_share_is_wilsons_or_for_all_or_nothing_clopper_and_pearsons():
@@ -275,7 +275,7 @@ def test_a_search_of_nothing_rarely_finds_a_difference_between_any_two():
         table = resample(alone(*of_nothing(run, 12, 80)), MEAN, resamples=400)
         best, worst = int(table.values.argmax()), int(table.values.argmin())
         found += verdict(table.difference(best, worst)) == "better"
-    assert 0.02 * runs < found < 0.09 * runs  # 5 %, within three standard errors
+    assert 0.02 * runs < found < 0.09 * runs  # 5%, within three standard errors
 
 
 def test_copies_in_a_cluster_leave_the_interval_as_it_is():

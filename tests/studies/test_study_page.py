@@ -80,8 +80,9 @@ def test_nothing_is_fetched_and_nothing_runs_but_scripts_with_a_digest(outline, 
 
 FACTS = {
     '<section class="verdict fair"': (
-        "sum, scale 1, of add and sort",
-        "80.0 %",
+        "Merge add and sort",
+        "sum, scale 1",
+        "80.0%",
         "70–90",
         "the sum",
     ),

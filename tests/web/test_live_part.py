@@ -44,7 +44,7 @@ def shown_scores(page: Any, part: str = "live", prompts: str = "") -> dict[str, 
 def assert_scores(shown: dict[str, Any], arrays: Arrays) -> None:
     """Compare them with what the package measures, of as many prompts."""
     expected = score(arrays, shown["prompts"], AMOUNTS[shown["prompts"]])
-    assert shown["tasks"] == [f"{expected[task]:.0f}\u00a0%" for task in TASKS]
+    assert shown["tasks"] == [f"{expected[task]:.0f}%" for task in TASKS]
     assert float(shown["english"]) == pytest.approx(expected["english"], abs=0.0015)
 
 

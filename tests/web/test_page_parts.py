@@ -167,7 +167,7 @@ def test_one_weight_moves_by_slider_and_seed(static_site, open_tab):
     eventually(lambda: check(0.79, 42, "1.9 times"))
     page.fill("#control-top-p", "0.2")
     page.click("#one-weight button")
-    eventually(lambda: check(0.2, 45, "50\u00a0% of the change"))
+    eventually(lambda: check(0.2, 45, "50% of the change"))
     page.click("[role=tab][href='#drop']")
     page.click("#drop a[href*=rescale]")  # a link to a setting sets it
     assert not page.is_checked("#control-drop-rescale")

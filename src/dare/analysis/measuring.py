@@ -3,7 +3,7 @@
 For a chunk the base and all models are read, and one function of the core measures all of them. The
 results are added up in the order of the chunks, so that the figures do not depend on threads.
 
-The elements in the top 1 % of a tensor are only known when all of it has been seen. Their overlap
+The elements in the top 1% of a tensor are only known when all of it has been seen. Their overlap
 is counted in a sample: all of a tensor of up to 524,288 elements; in a larger one, one run of 64
 elements in every 2, 4, 8, …, so that the sample has about the same size. The choice of runs depends
 only on their position. A share s that is counted on k elements is right to √(s(1-s)/k). If a tensor

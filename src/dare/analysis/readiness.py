@@ -355,8 +355,8 @@ def body_of(model: ModelAnalysis) -> Body:
 def chance_cancelled(analysis: AnalysisData) -> float:
     """Return the share of all changes that independent models of these sizes lose in a sum.
 
-    Compare `analysis.together.cancelled` with it: for two models of one size it is 29 %, for three
-    42 %.
+    Compare `analysis.together.cancelled` with it: for two models of one size it is 29%, for three
+    42%.
     """
     return cancelled_by_chance([model.total.inliers.mean_magnitude for model in analysis.models])
 

@@ -78,7 +78,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Magnitudes below which 1, 5, 50, 95 and 99 % of the elements lie; right to 0.4 %."""
+    """Magnitudes below which 1, 5, 50, 95 and 99% of the elements lie; right to 0.4%."""
 
     p1: Size
     p5: Size
@@ -102,7 +102,7 @@ class Histogram:
 class Inliers:
     """The same set without outliers.
 
-    These are the few elements of a tensor, up to 0.2 % of those that are changed, that are far
+    These are the few elements of a tensor, up to 0.2% of those that are changed, that are far
     above all others and hold much of its change.
     """
 
@@ -112,7 +112,7 @@ class Inliers:
     mean_magnitude: Size
     largest: Size
     negligible: Share
-    """Share of elements whose magnitude is under 1 % of the largest one that is not an outlier."""
+    """Share of elements whose magnitude is under 1% of the largest one that is not an outlier."""
     concentration: Size
     """n·Σδ⁴/(Σδ²)²: 1 if all magnitudes are equal, 3 for a Gaussian; 0 if nothing is changed."""
 
@@ -138,7 +138,7 @@ class Statistics:
     largest: Size
     quantiles: Quantiles
     negligible: Share
-    """Share of elements whose magnitude is under 1 % of the largest, zeros included."""
+    """Share of elements whose magnitude is under 1% of the largest, zeros included."""
     norm: Size
     base_norm: Annotated[Number, Limits(ge=0)]
     """Infinite if the base is."""
@@ -181,7 +181,7 @@ class Spectrum:
     stable_rank: Size
     """Σσ² / σ₁²."""
     rank_99: Count
-    """The number of directions that hold 99 % of Σσ²."""
+    """The number of directions that hold 99% of Σσ²."""
     tail_share: Share
     """Share of Σσ² in the weaker half of the directions."""
     bulk_edge: Size
@@ -270,10 +270,10 @@ class Overlap:
     both: Count
     """Elements that both change."""
     top_conflict: Share
-    """Share of the elements in the top 1 % of both that is changed in opposite directions."""
+    """Share of the elements in the top 1% of both that is changed in opposite directions."""
     top_overlap: Share
-    """Share of one model's top 1 % (by magnitude, in each tensor that both change) that is in the
-    other's too. All magnitudes within 0.4 % of the last one are in the top with it; tensors of
+    """Share of one model's top 1% (by magnitude, in each tensor that both change) that is in the
+    other's too. All magnitudes within 0.4% of the last one are in the top with it; tensors of
     more than 524,288 elements are sampled."""
 
     @property

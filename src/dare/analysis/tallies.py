@@ -2,8 +2,8 @@
 
 `Sums` hold everything that `Statistics` need and can be added up: counts, power sums in float64 and
 extremes; in addition, magnitudes are counted in bins (`dare.checks.dropping`). A quantile is the
-middle of its bin, so it is off by 0.2 % at most (more below 2⁻¹²⁶, where float32 itself is coarse).
-Sums without outliers are computed from the bins, to 0.4 %; without outliers they are exact.
+middle of its bin, so it is off by 0.2% at most (more below 2⁻¹²⁶, where float32 itself is coarse).
+Sums without outliers are computed from the bins, to 0.4%; without outliers they are exact.
 
 Singular values are right to about 1e-8 of the largest. If a matrix is too large to be taken whole,
 a window of evenly spread rows and columns is used. It has the same low rank, and on average the

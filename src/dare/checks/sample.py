@@ -271,7 +271,7 @@ def find_rounding(weights: Floats, base: str, stored: str) -> Rounding:
     """Return what rounding these weights to a storage type can put into a delta: Σ(ulp/2)².
 
     Where the base's type is finer, rounding is uniform noise, with a third of that energy. The sum
-    is off by 1.4 % in a matrix of 64 × 64 and by less in others, so 10 % are added. It is known so
+    is off by 1.4% in a matrix of 64 × 64 and by less in others, so 10% are added. It is known so
     well that a low rank need not hold most of the energy.
 
     >>> find_rounding(np.array([1.5], np.float32), "BF16", "BF16") == ((2.0**-7 / 2) ** 2, 0.5)

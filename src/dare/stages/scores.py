@@ -146,8 +146,8 @@ def pcb(deltas: Deltas, *, score_ratio: ScoreRatio = 0.1) -> Floats:  # noqa: AR
     highest not kept) to 1: sᵢ = (βᵢ - cᵢ)/(max βᵢ - cᵢ). The result is Σ wᵢ·sᵢ·δ̂ᵢ / Σ sᵢ, and
     0 where no model scores. Where more than k share the highest score, they all have sᵢ = 1.
 
-    The authors' code has one competition over the whole model, clips the 0.01 % largest
-    magnitudes (1 % in their vision code), and spreads from the k-th score, which then counts for
+    The authors' code has one competition over the whole model, clips the 0.01% largest
+    magnitudes (1% in their vision code), and spreads from the k-th score, which then counts for
     nothing. Here each tensor has its own, and what goes against the sum scores 0.
     """
     competitions: list[Competition] = deltas.summary

@@ -88,7 +88,7 @@ def fourier(matrix: Floats, *, radius: Radius = 0.1) -> Floats:
 
     F⁻¹(F(δ)·H), with F the two-dimensional Fourier transform and H(a, b) = 0 where
     √(a² + b²) < radius, else 1. The frequencies a and b run from -1 to 1 along either side, 1 being
-    a change of sign from each element to the next, so radius 0.1 drops π·0.1²/4 = 0.8 % of them:
+    a change of sign from each element to the next, so radius 0.1 drops π·0.1²/4 = 0.8% of them:
     these are computed and subtracted. Vectors and scalars stay as they are; so do embeddings and
     heads, unless `embeddings = "matrices"`. Computed in float32, to 1e-5 of the norm.
 

@@ -320,7 +320,7 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     if conclusion.tasks:
         first = conclusion.tasks[0]
         value, _, ends = score_text(first.best, is_share=first.is_share).partition(" (")
-        score = f" ({value}, 95 % interval {ends}" if ends else f" ({value})"
+        score = f" ({value}, 95% interval {ends}" if ends else f" ({value})"
     what = "the base" if best.role is Role.BASE else best.baseline.removesuffix(ALONE)
     title = f"Use {what} alone" if best.role is Role.SINGLE else "Do not merge: the base is best"
     top = f"No merge clearly beats {what}{score}"
@@ -479,15 +479,15 @@ def task_table(conclusion: Conclusion) -> Table:
         "vs. best single": _change_text,
     }
     tones = {_change_text(t): VERDICT_TONES[t.change.verdict] for t in conclusion.tasks if t.change}
-    title = "Scores, with 95 % intervals (not clear: may be chance)"
+    title = "Scores, with 95% intervals (not clear: may be chance)"
     return tabulate(conclusion.tasks, columns, title=title, tones=tones, most=MOST_TASKS)
 
 
 def score_text(estimate: Estimate, *, is_share: bool) -> str:
-    """Return a score as people write it, with its 95 % interval.
+    """Return a score as people write it, with its 95% interval.
 
     >>> score_text(Estimate(0.715, 0.652, 0.779), is_share=True)
-    '71.5 % (65–78)'
+    '71.5% (65–78)'
     >>> score_text(Estimate(0.918), is_share=False)
     '0.92'
     """
@@ -515,7 +515,7 @@ def _differences(against: Sequence[Difference], title: str, hint: str = "") -> T
     columns: Columns = {
         "the best compared with": lambda item: item.other,
         "difference >": lambda item: f"{item.estimate.value:+.3g}",
-        "95 % interval >": lambda item: item.estimate.interval("+"),
+        "95% interval >": lambda item: item.estimate.interval("+"),
         "verdict": lambda item: "" if item.verdict == NOT_KNOWN else item.verdict,
     }
     return tabulate(against, columns, title=title, hint=hint, tones=VERDICT_TONES)
@@ -528,7 +528,7 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) 
         "trial" if names else "": lambda i: i.short.partition(" ")[2] if names else i.short,
         **given,
         "objective >": lambda item: number(item.objective.value),
-        "95 % interval >": lambda item: item.objective.interval(),
+        "95% interval >": lambda item: item.objective.interval(),
     }
     more = [name for name in data.score_names if f"{name} >" not in columns]
     scores = {f"{n} >": lambda item, n=n: number(item.scores.get(n)) for n in more}
@@ -537,7 +537,7 @@ def _ranked(data: StudyData, ranked: Sequence[Ranked], title: str, *names: str) 
         columns["trials >"] = lambda item: str(len(item.trials))
     if any(item.broken for item in ranked):
         columns["guards >"] = lambda item: "broken" if item.broken else "kept"
-    optional = (*given, "95 % interval >", *scores)
+    optional = (*given, "95% interval >", *scores)
     return tabulate(ranked, columns, title=title, tones={"broken": Tone.POOR}, optional=optional)
 
 

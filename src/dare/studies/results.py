@@ -291,7 +291,7 @@ class StudyData:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with a 95 % interval, if one can be given."""
+    """A number with a 95% interval, if one can be given."""
 
     value: float
     low: float | None = None

@@ -12,7 +12,7 @@ random, many times. For two contenders whose items are right or wrong this is th
 also holds for few items; a bootstrap would call four items out of four a difference. Contenders are
 compared because of their scores, so the interval of a difference holds for all pairs at once: each
 pair has its standard error under no difference, and all intervals extend by as many standard errors
-as the farthest pair reaches in 95 % of the draws (as in Tukey's range test).
+as the farthest pair reaches in 95% of the draws (as in Tukey's range test).
 
 Items that belong together by their ids, a *cluster*, are drawn together and count as one.
 
@@ -59,7 +59,7 @@ _MOST_NUMBERS = 8_000_000  # the most numbers that a step of the resampling hold
 _MOST_PAIRS = 200_000_000  # the most draws of pairs; more contenders have fewer draws
 _ROUNDING = 1e-12
 _SMALLER_IS_BETTER = {"loss", "perplexity", "ppl", "bits", "bpb", "error", "err", "nll", "wer"}
-# With this exponent, 95 % of two-sided draws reach as far as 97.5 % of one-sided draws.
+# With this exponent, 95% of two-sided draws reach as far as 97.5% of one-sided draws.
 _TWO_SIDED_EXPONENT = math.log(0.05) / math.log(0.025)
 
 
@@ -127,7 +127,7 @@ class Resampled:
 
     @functools.cached_property
     def _reach(self) -> float:
-        """The standard errors that the farthest of all pairs reaches in 95 % of the draws."""
+        """The standard errors that the farthest of all pairs reaches in 95% of the draws."""
         count, resamples = self.flips.shape
         flips = self.flips[:, : min(resamples, max(200, _MOST_PAIRS // count**2))]
         largest = np.zeros(flips.shape[1])
@@ -368,7 +368,7 @@ def _stream(*key: int) -> np.random.Generator:
 def visible_difference(
     items: int, contenders: int, *, tasks: int = 1, agreement: float = 0.8
 ) -> float:
-    """Return the true difference in the objective that a search shows in 80 % of cases.
+    """Return the true difference in the objective that a search shows in 80% of cases.
 
     Each task has `items` items, right or wrong, and two contenders agree on the share `agreement`
     of them. By the normal approximation, with as many tests as there are pairs.
@@ -390,7 +390,7 @@ def items_needed(
 
 
 def _reach_needed(contenders: int) -> float:
-    """Return how many standard errors a difference needs to be shown in 80 % of cases."""
+    """Return how many standard errors a difference needs to be shown in 80% of cases."""
     tails = 2 * _TAILS[0] / (contenders * (contenders - 1))
     return NormalDist().inv_cdf(1 - tails) + NormalDist().inv_cdf(0.8)
 

@@ -34,7 +34,7 @@ BLOCK = 1 << 15  # elements that are taken apart or put together at once: they s
 LENGTH = struct.Struct("<I")
 LEVEL = 1
 # Settings of zstd with which it finds hardly a repetition but runs. In weights, others are chance
-# and cost more than they save: bfloat16 without a base is 2 % smaller than at level 1, and faster.
+# and cost more than they save: bfloat16 without a base is 2% smaller than at level 1, and faster.
 SETTINGS = {"window_log": 17, "hash_log": 8, "min_match": 7}
 LONG_GAP = 255  # an entry of a list of gaps: this many zeros, and the gap continues
 
