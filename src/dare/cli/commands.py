@@ -189,8 +189,8 @@ def by_position(paths: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | No
     if flags.get("base"):
         return None, {**flags, "models": list(paths)}
     if len(paths) == 1:
-        remedy = f"add a model, as in dare {paths[0]} MODEL -o OUTPUT"
-        raise UsageError(f"only {paths[0]} is given, which is no recipe and no output; {remedy}")
+        remedy = f"if it is the base, add a model: dare {paths[0]} MODEL -o OUTPUT"
+        raise UsageError(f"{paths[0]} is neither a recipe nor an output; {remedy}")
     if len(paths) == 2 and interpolates(flags):
         return None, {**flags, "models": list(paths)}
     return None, {**flags, "base": paths[0], "models": list(paths[1:])}
