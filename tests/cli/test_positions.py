@@ -53,8 +53,8 @@ def test_base_and_model_of_an_extraction_stand_without_flags(folder):
 
 WRONG = {
     "plan base.safetensors math.safetensors --drop-rate": "at least 1 element",
-    "math.safetensors": "at least one model",
-    "plan empty": "at least one model",
+    "math.safetensors": "add a model",
+    "plan empty": "add a model",
     "math.safetensors -m code.safetensors": "by flags",
     "base.safetensors math.safetensors --models code.safetensors": "leave out --models",
     "merge base.safetensors math.safetensors -c r.toml": "leave out --config",
