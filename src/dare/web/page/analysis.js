@@ -63,9 +63,8 @@ function tiles({ base_dtypes: types, models, pairs, together, advice }) {
     ["Parameters", amount(largest.total.elements), `${[...types.keys()].join(", ")} base`],
     ["Largest change", share(change(largest)), `${largest.name}, relative to the base`],
   ];
-  const lost = share(together.cancelled);
-  const chance = `by chance about ${share(figures.chanceCancelled(models))}`;
-  if (pairs.length) shown.push(["Cancel if added up", lost, chance]);
+  const normal = `${percent(figures.chanceCancelled(models), 0)} if the models are independent`;
+  if (pairs.length) shown.push(["Cancel in a sum", percent(together.cancelled, 0), normal]);
   const method = advice.suggestions.find(({ setting }) => setting === "method");
   if (method) shown.push(["Advised method", String(method.value), `evidence: ${method.evidence}`]);
   const tile = ([label, value, remark]) =>
@@ -113,13 +112,10 @@ function pairs(analysis) {
     share(total.both ? 1 - total.agreeing : 0),
     amount(total.both),
   ]);
-  const lost = percent(analysis.together.cancelled, 0);
-  const usual = percent(figures.chanceCancelled(analysis.models), 0);
   return card("How the models compare", wideTable("Pairs", columns, rows), paragraph("hint",
     "Near a cosine of 0 the changes are independent. Above 0 the models share part of their ",
     "change; below 0 their changes are partly opposite. By chance, half of the elements that both ",
-    `change go in opposite directions. In a sum, ${lost} of the changes cancel; ${usual} is normal `,
-    "for independent models."));
+    "change go in opposite directions."));
 }
 
 function suggestion({ setting, value, model, reason, source, evidence }) {
