@@ -114,7 +114,7 @@ def stop(way: Way, monkeypatch, error: BaseException | None = None) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, write)
-        patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
+        patch.setitem(DEVICES, "auto", Device("core", chunks_at_once=1))
         with pytest.raises(type(error)):
             way.run()
     assert listing(way.output.parent) == [f"{way.output.name}.partial"]

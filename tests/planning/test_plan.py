@@ -326,7 +326,7 @@ def test_a_thread_takes_no_more_memory_than_planned(method):
 def test_what_one_kernel_cannot_do_is_planned_with_every_models_values(
     model, settings, monkeypatch
 ):
-    monkeypatch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
+    monkeypatch.setitem(DEVICES, "auto", Device("core", chunks_at_once=1))
     base = {"w": np.zeros(4, np.float16)}
     weights = settings.pop("weights", [None, None])
     entries = [ModelEntry(file=f"m{n}", weight=weight) for n, weight in enumerate(weights)]

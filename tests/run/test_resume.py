@@ -69,7 +69,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(given, sent, chunks):
 def stop(recipe, after):
     """Run a merge that stops after so many chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DEVICES, "cpu", Device("core", chunks_at_once=1))
+        patch.setitem(DEVICES, "auto", Device("core", chunks_at_once=1))
         with stopping(after):
             dare.merge(recipe)
 
