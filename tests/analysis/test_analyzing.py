@@ -395,7 +395,7 @@ ONES = {"w": np.ones(1, np.float32)}
         (InputError, "y: in model 0", [{"y": np.ones(1, np.float32)}], {}),
         (RecipeError, "no models", [], {}),
         (RecipeError, "spectra = 'some'", [ONES], {"spectra": "some"}),
-        (RecipeError, "max_memory = 1000000", [ONES], {"max_memory": "1MB"}),
+        (RecipeError, "max_memory = 1.0 MB", [ONES], {"max_memory": "1MB"}),
         (RecipeError, "threads", [ONES], {"threads": 0}),
     ],
 )

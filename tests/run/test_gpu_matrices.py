@@ -192,7 +192,7 @@ def test_what_is_missing_is_named(models, monkeypatch, tmp_path):
         patch.setattr(cupy_on_host.Device, "free_bytes", 1 << 20)
         with pytest.raises(RecipeError, match=r"cuda: one thread needs .* is free.*device = cpu"):
             dare.plan(**settings)
-    with pytest.raises(RecipeError, match=r"max_gpu_memory = 1000:.*at least"):
+    with pytest.raises(RecipeError, match=r"max_gpu_memory = 1\.0 kB:.*at least"):
         dare.plan(**settings, max_gpu_memory=1000)
     monkeypatch.setitem(cupy_on_host.sys.modules, "cupy", None)
     with pytest.raises(RecipeError, match=r"cuda:.*gpu-matrices.*device = cpu"):

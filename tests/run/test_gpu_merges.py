@@ -187,7 +187,7 @@ def test_the_limit_for_gpus_holds(models, monkeypatch):
     usual, small = dare.plan(**settings), dare.plan(**settings, max_gpu_memory="20MiB")
     assert small.cost.gpu_bytes <= 20 << 20 < usual.cost.gpu_bytes
     assert dare.plan(**settings | {"device": "cpu"}).cost.gpu_bytes == 0
-    with pytest.raises(RecipeError, match=r"max_gpu_memory = 1000:.*at least 20"):
+    with pytest.raises(RecipeError, match=r"max_gpu_memory = 1\.0 kB:.*at least 20"):
         dare.plan(**settings, max_gpu_memory=1000)
     sizes, room = [], cuda._Worker.room
     monkeypatch.setattr(cuda._Worker, "room", lambda *a: (sizes.append(a[1]), room(*a))[1])
