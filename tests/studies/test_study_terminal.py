@@ -44,7 +44,7 @@ def test_what_decides_comes_first():
     lines = shown(sample.make_search()).splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith("  "))
     title = " ".join(lines[:first])
-    assert title.startswith("Merge add and sort  This merge (sum, scale 1) has the best score")
+    assert title.startswith("Merge add and sort  This merge (sum, scale 1) came first")
     assert "80.0%, 95% interval 70–90" in title
     assert "the sum" in title.partition("as good:")[2]
     assert title.endswith("18 of 24 trials done, 3 stopped early, 3 failed.")

@@ -148,7 +148,7 @@ def search(
         with catch_warnings(action="ignore", category=DareWarning):  # its card has them
             measured, scores = result.to_markdown(), result.to_model_index()
             run_merge(best, measured=measured, scores=scores, overwrite=overwrite)
-        console.print(f"Merged into {output}")
+        console.print(f"Merged into {merge.recipe.output}")
     _write_beside(console, result, html, overwrite=overwrite, json=json)
     return FAILED if result.conclusion.failure else DONE
 

@@ -183,7 +183,7 @@ class Search(Strict):
         "Files of examples, one for each task: JSONL, CSV or Parquet.", ()
     )
     minutes: Finite | None = described(
-        "About how long to search; 15 if no settings to try are given.", None, gt=0
+        "About how long; 15 if no settings to try are given.", None, gt=0
     )
     eval: str | None = described("What scores a candidate, in place of examples.", None)
     holdout: str | None = described("Scores the winner once, on other data.", None)

@@ -327,7 +327,7 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     if conclusion.is_merge:
         how, title = _merge_words(data, best)
         what = f"this merge ({how})"
-        top = f"This merge ({how}) has the best score{score}"
+        top = f"This merge ({how}) came first among the candidates{score}"
     if NOT_KNOWN in {difference.verdict for difference in conclusion.against}:
         why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
         return title, Tone.PLAIN, f"{top}, but that may be luck{why}."
