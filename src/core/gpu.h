@@ -66,8 +66,10 @@ template <typename Address> INLINE Address in_memory(Address address) {
   return address;
 }
 #define IN_MEMORY(address) in_memory(address)
+#define ADD_TO(sum, count) atomicAdd(sum, count)
 #else
 #define IN_MEMORY(address) (address)
+#define ADD_TO(sum, count) (*(sum) += (count))
 #endif
 
 template <enum Kind kind> struct Run {
@@ -322,6 +324,33 @@ INLINE Figures *figures_of(const Part *part, i64 number, i64 chunk) {
   return part->figures + (number - part->first_block) * BLOCK_SIZE / chunk * MODELS;
 }
 
+// ---------------------------------------------------------------- counting magnitudes
+
+// Elements of a base and a model, and which are counted where: magnitudes from `low` on in bins of
+// 2^shift, or those that are `low` by their place in the tensor. Zeros are not counted.
+typedef struct {
+  const u8 *base, *tuned;
+  i64 size, low, shift, by_place;
+  u32 *counts;
+} Counting;
+
+enum { BINS = 2048 };
+
+INLINE void count_run(const Counting &asked, i64 place, u32 *counts) {
+  Run<BASE_KIND> base;
+  Run<MODEL_KIND> tuned;
+  i32 size = (i32)least_i64(RUN, asked.size - place);
+  const u8 *origin = asked.base + place * width_of(BASE_KIND);
+  const u8 *changed = asked.tuned + place * width_of(MODEL_KIND);
+  base.load(origin, 0, size, size < RUN || !base.is_aligned(origin));
+  tuned.load(changed, 0, size, size < RUN || !tuned.is_aligned(changed));
+  UNROLLED for (int i = 0; i < RUN; i++) {
+    u32 magnitude = magnitude_of(tuned[i] - base[i]), above = magnitude - (u32)asked.low;
+    u64 bin = (asked.by_place ? (u64)(place + i) : above) >> asked.shift;
+    if (magnitude && bin < BINS && !(asked.by_place && above)) ADD_TO(counts + bin, 1);
+  }
+}
+
 #ifdef __CUDACC_RTC__
 #define ROLLED_LOOP _Pragma("unroll 1")
 
@@ -385,6 +414,19 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
     atomicAdd(&figures->kept, sums[own].kept);
   }
 }
+
+extern "C" __global__ void count_magnitudes(const Counting *asked) {
+  __shared__ u32 counts[BINS];
+  for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = 0;
+  __syncthreads();
+  i64 step = (i64)gridDim.x * THREADS * RUN;
+  i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * RUN;
+  for (i64 place = first; place < asked->size; place += step) count_run(*asked, place, counts);
+  __syncthreads();
+  for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) {
+    if (counts[bin]) atomicAdd(asked->counts + bin, counts[bin]);
+  }
+}
 #else
 static void merge_block(const Block &block, const Model *models, bool is_careful, u32 threshold,
                         Figures *figures, u32 *peak) {
@@ -425,6 +467,10 @@ ENTRY(void, merge_parts)(const Part *parts, i64 count, i64 threshold, i64 chunk,
       figures[m].kept += sums[m].kept;
     }
   }
+}
+
+ENTRY(void, count_magnitudes)(const Counting *asked, i64) {
+  for (i64 place = 0; place < asked->size; place += RUN) count_run(*asked, place, asked->counts);
 }
 #endif
 

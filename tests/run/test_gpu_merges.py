@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
 
 import cuda_on_host
 import dare
@@ -200,3 +201,42 @@ def test_the_earlier_name_of_the_option_is_known(models):
     with pytest.raises(RecipeError, match="backend and device: mean the same"):
         dare.plan(**recipe(models, None, "linear", backend="cpu", device="cuda"))
     assert dare.plan(**recipe(models, None, "linear", backend="reference")).device == "reference"
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("trim+ties", {"keep_ratio": 0.01}),
+        ("trim+ties", {"keep_ratio": 0.999}),
+        ("breadcrumbs+sum", {"keep_middle": 0.6}),
+    ],
+)
+def test_cuts_are_found_where_the_models_are(kind, method, settings, tmp_path, monkeypatch):
+    """Of tensors with few changes, with tiny ones, with many equal ones, and with a NaN."""
+    rng, elements = np.random.default_rng(3), np.arange(90_300)
+    usual = rng.normal(0, 0.02, elements.size)
+    changes = {
+        "few": lambda: np.where(elements % 37, 0, 1e-3),
+        "tiny": lambda: np.finfo(np.float32).smallest_subnormal * (elements % 2000),
+        "odd": lambda: np.where(elements == 77, np.nan, 0.5),
+        "usual": lambda: usual + rng.normal(0, 0.001, elements.size),
+    }
+    files = [tmp_path / f"{name}.safetensors" for name in ("base", "a", "b", "c")]
+    for file in files:
+        made = {name: change() for name, change in changes.items()}
+        if file == files[0]:
+            made = dict.fromkeys(made, np.zeros(elements.size)) | {"usual": usual}
+        dtype = getattr(torch, kind)
+        save_tensors({name: torch.tensor(array).to(dtype) for name, array in made.items()}, file)
+    counted, count = [], cuda.Kernels.count_magnitudes
+    monkeypatch.setattr(
+        cuda.Kernels, "count_magnitudes", lambda *a, **k: (counted.append(a), count(*a, **k))[1]
+    )
+    how = {"stages": {method.partition("+")[0]: settings}, "allow_not_finite": True}
+    digests = set()
+    for device in ("cpu", last_gpu()):
+        request = Request.of(base=files[0], models=files[1:], method=method, device=device, **how)
+        digests.add(dare.Candidates(request).make().digest)
+    assert len(digests) == 1
+    assert len(counted) >= len(changes) * len(files[1:])

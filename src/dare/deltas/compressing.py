@@ -408,7 +408,7 @@ def _with_warnings(plan: Plan) -> Plan:
         command += ["--model", str(entry.file), "--output", f"{entry.name}-lora"]
         extract = shlex.join([*command, "--rank", str(rank)])
         notices.append(notice("fits_lora", str(entry.file), rank=rank, command=extract))
-    return replace(plan, warnings=(*plan.warnings, *notices))
+    return plan.saying(warnings=notices)
 
 
 def _check_model(path: Path, model: Source) -> None:

@@ -47,6 +47,10 @@ PART = np.dtype(
     ]
 )
 FIGURE_BYTES = 16  # four counts of a chunk's model
+BINS, COUNTING_BLOCKS = 2048, 1024  # as in gpu.h; blocks that count, at most
+COUNTING = np.dtype(
+    [(name, np.int64) for name in ("base", "tuned", "size", "low", "shift", "by_place", "counts")]
+)
 
 
 class Shape(NamedTuple):
@@ -465,6 +469,31 @@ class Kernels:
             made = next(of_outputs) if job.place is None else list(islice(of_pieces, chunks))
             done.append(Done(figures, peak, [*islice(of_inputs, len(own)), made]))
         return done
+
+    def count_magnitudes(
+        self, base: NDArray[Any], tuned: NDArray[Any], low: int, shift: int, *, by_place: bool
+    ) -> NDArray[np.uint32] | None:
+        """Count the magnitudes of a delta that the GPU holds, but for zeros; None if it does not.
+
+        They are counted in BINS of 2^shift, from `low` on; or only those that are `low`, by place.
+        """
+        number = self.number
+        held = [_resident_address(raw, number) for raw in (base, tuned)]
+        if None in held:
+            return None
+        worker, size = self._worker, base.size
+        shape = Shape(KINDS[base.dtype], KINDS[tuned.dtype], KINDS[base.dtype], 1, *[False] * 3)
+        blocks = min(-(-size // THREADS), COUNTING_BLOCKS)
+        with _errors_named(self._name, NO_ROOM):
+            room = worker.room(COUNTING.itemsize + 4 * BINS)
+            memory = np.zeros(COUNTING.itemsize + 4 * BINS, np.uint8)
+            asked = (*held, size, low, shift, by_place, room + COUNTING.itemsize)
+            memory[: COUNTING.itemsize].view(COUNTING)[0] = asked
+            worker.copy(room, _address(memory), memory.size)
+            worker.launch(kernel("count_magnitudes", number, shape), blocks, room)
+            counts = self._receive(room + COUNTING.itemsize, 4 * BINS)
+            worker.stream.sync()
+        return counts.view(np.uint32).copy()
 
     def _digest(self, pieces: PieceTables, at: int, sums: int) -> None:
         """Have pieces digested; `at` is the place of their tables."""

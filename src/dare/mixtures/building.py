@@ -123,8 +123,8 @@ def plan_mixture(mixture: Mixture, options: RunOptions) -> MixtureMerge:
     changes = changed_config(mixture, name, config)
     alone = Inputs((), inputs.folders[:1], Aligned(source, ()), inputs.notes, changes)
     planned = plan_inputs(recipe, alone, options)
-    warnings = (*planned.warnings, *_warnings(mixture, name, gates))
-    return MixtureMerge(replace(planned, warnings=warnings), mixture, name)
+    planned = planned.saying(warnings=_warnings(mixture, name, gates))
+    return MixtureMerge(planned, mixture, name)
 
 
 # ---------------------------------------------------------------- architectures

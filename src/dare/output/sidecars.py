@@ -206,7 +206,7 @@ def _with_missing_configuration(planned: Plan, inputs: Inputs, chosen: int) -> P
         given = f"copy_from = {others[0]!r} (--copy-from {shlex.quote(others[0])})"
         severity, remedy = Severity.WARNING, f"Set {given} to take it and the tokenizer from there"
     found = notice("no_configuration", severity=severity, whose=whose, file=CONFIG, remedy=remedy)
-    return replace(planned, warnings=(*planned.warnings, found))
+    return planned.saying(warnings=[found])
 
 
 def sidecar_files(planned: Plan, report: Report) -> dict[str, bytes | Path]:

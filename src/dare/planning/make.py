@@ -238,9 +238,9 @@ def make_plan(
         options=options,
         gathered=gathered,
     )
-    plan = replace(plan, warnings=(*warnings, *_merged_notices(plan)))
+    plan = plan.saying(warnings=_merged_notices(plan))
     plan.cost.check()
-    return replace(plan, notes=(*plan.notes, *_notes_on_resources(plan)))
+    return plan.saying(notes=_notes_on_resources(plan))
 
 
 def _notes_on_resources(plan: Plan) -> Iterator[Notice]:

@@ -6,12 +6,13 @@ All errors that can be found without reading weights are found before there is a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dare.documents.document import Document, Section, tabulate
+from dare.documents.notices import Notice
 from dare.documents.shown import Shown
 from dare.documents.words import counted, exact_text, named, show_size, weight_text
 from dare.errors import printable
@@ -30,6 +31,14 @@ class Plan(PlanData, Shown):
     def cost(self) -> Cost:
         """The bytes, memory and threads that the merge takes."""
         return Cost(self)
+
+    def saying(self, warnings: Iterable[Notice] = (), notes: Iterable[Notice] = ()) -> Plan:
+        """Return the plan with more warnings and notes; what is known of its cost stays true."""
+        warnings, notes = (*self.warnings, *warnings), (*self.notes, *notes)
+        found = replace(self, warnings=warnings, notes=notes)
+        if "cost" in vars(self):
+            vars(found)["cost"] = self.cost
+        return found
 
     def chunks_together(self, tensor: TensorPlan) -> int:
         """Return how many chunks of a tensor are made together, by one step."""

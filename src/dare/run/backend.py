@@ -281,7 +281,26 @@ class ArrayBackend(Backend):
             return chunk and self._block(chunk, model, place.before, place.position)
 
         spare_bytes = self._plan.cost.spare_bytes
-        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census, peek)
+        on_gpu = None if place.position else self._counter(tensor, model)
+        arguments = spare_bytes, blocks, place.census, peek, on_gpu
+        return DeltaView(self._kernels, tensor.shape, *arguments)
+
+    def _counter(self, tensor: TensorPlan, model: int) -> Any:
+        """Return what counts a model's magnitudes on a GPU that may hold them; None without one."""
+        count = getattr(self._kernels, "count_magnitudes", None)
+        sources = self._plan.base_of(tensor), self._plan.source_of(tensor, model)
+        held = [found.elements for s in sources if (found := s.held(tensor.name))]
+        if count is None or len(held) < len(sources) or tensor.drop_of(model):
+            return None
+        if self._chain_of(tensor, model)[0]:  # it is given by deltas
+            return None
+
+        def on_gpu(low: int, shift: int, span: slice | None = None) -> NDArray[np.uint32] | None:
+            arrays = held if span is None else [elements[span] for elements in held]
+            found: NDArray[np.uint32] | None = count(*arrays, low, shift, by_place=span is not None)
+            return found
+
+        return on_gpu
 
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
         def deltas() -> Iterator[Deltas]:
