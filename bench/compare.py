@@ -6,6 +6,7 @@
     python bench/compare.py deltas                # delta files, beside copying and zstd
     python bench/compare.py threads --data /dev/shm/models        # by the number of threads
     python bench/compare.py growth                # by the size and the number of models
+    python bench/compare.py gpu --data /dev/shm/models            # merges on a GPU of NVIDIA
 
 Every run is a process of its own, measured from its start to its end, with the inputs in the page
 cache; jobs take turns, since machines are shared. Models are made in --data if they are not there
@@ -93,7 +94,14 @@ class Inputs:
         command = (sys.executable, "-m", "dare", str(recipe), "--overwrite")
         return Job(name, [command], self.files, self.shape.model_bytes, **more)
 
-    def mergekit(self, name: str, method: str, of_each: dict[str, float], **more: Any) -> Job:
+    def mergekit(
+        self,
+        name: str,
+        method: str,
+        of_each: dict[str, float],
+        device: str = "--no-cuda",
+        **more: Any,
+    ) -> Job:
         """A run of mergekit's program, with parameters of each model; JSON is YAML."""
         file, (base, *tuned) = self.work / f"{name}.yaml", map(str, self.folders)
         models = [{"model": path, "parameters": of_each} for path in tuned]
@@ -101,7 +109,7 @@ class Inputs:
         what = {"merge_method": method, "base_model": base, "models": models}
         file.write_text(json.dumps({**what, **types, **more}))
         program = self.options.peers_python.with_name("mergekit-yaml")
-        how = ("--no-cuda", "--no-copy-tokenizer", "--quiet", "--random-seed", str(SEED))
+        how = (device, "--no-copy-tokenizer", "--quiet", "--random-seed", str(SEED))
         flags = self.options.mergekit_flags.split()
         return Job(
             name,
@@ -157,6 +165,19 @@ def tools(inputs: Inputs) -> list[Job]:
         inputs.tool("torch", "torch", "mergekit-linear"),
         Job("floor", floor, inputs.files, inputs.shape.model_bytes),
     ]
+
+
+def on_gpu(inputs: Inputs) -> list[Job]:
+    """DARE on the processor and on a GPU."""
+    share = {"weight": 1 / (len(inputs.folders) - 1), "density": 0.1}
+    jobs = []
+    for name in ("linear", "ties"):
+        rival = f"mergekit-{name}"
+        for device in ("cpu", "cuda"):
+            how = f"dare+{name}", f'device = "{device}"', DROPPED
+            jobs.append(inputs.ours(f"{name}-{device}", *how, rival=rival))
+        jobs.append(inputs.mergekit(rival, f"dare_{name}", share, device="--cuda"))
+    return jobs
 
 
 RIVALS: dict[str, tuple[str, dict[str, float]]] = {
@@ -302,6 +323,7 @@ SUITES: dict[str, tuple[Callable[[Inputs], list[Job]], float, int, str | None]] 
     "deltas": (deltas, 0.95e9, 3, None),
     "threads": (threads, 0.95e9, 3, None),
     "growth": (growth, 0.95e9, 3, None),
+    "gpu": (on_gpu, 0.95e9, 3, None),
 }
 """With the usual size of a model, the number of fine-tunes, and the job that the others are held
 against."""

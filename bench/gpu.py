@@ -212,7 +212,8 @@ def candidates(folder: Path, parameters: int) -> None:
     """Time candidates that are written into a model on the GPU."""
     base, *tuned = make_files(folder, parameters)
     model = {n: torch.empty_like(w, device="cuda") for n, w in load(base).items()}
-    for method in ("dare+linear", "dare+ties"):
+    for method in ("dare+linear", "dare+ties", "trim+ties"):
+        settings = {"drop_rate": 0.9} if "dare" in method else {"keep_ratio": 0.2}
         digests = set()
         for device in ("cpu", "cuda"):
             request = dare.Request.of(base=base, models=tuned, method=method, device=device)
@@ -220,7 +221,7 @@ def candidates(folder: Path, parameters: int) -> None:
             times = []
             for _ in range(ROUNDS):
                 started = time.perf_counter()
-                digests.add(held.write_into(model, {"drop_rate": 0.9}))
+                digests.add(held.write_into(model, settings))
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
             print(method, device, f"{1000 * min(times):.0f} ms a candidate", flush=True)

@@ -324,31 +324,63 @@ INLINE Figures *figures_of(const Part *part, i64 number, i64 chunk) {
   return part->figures + (number - part->first_block) * BLOCK_SIZE / chunk * MODELS;
 }
 
-// ---------------------------------------------------------------- counting magnitudes
+// ---------------------------------------------------------------- finding a cut
 
-// Elements of a base and a model, and which are counted where: magnitudes from `low` on in bins of
-// 2^shift, or those that are `low` by their place in the tensor. Zeros are not counted.
+// The magnitude of a rank among those of a delta that are not zero, and the place after the last of
+// its equals that counts. Each round counts in bins, and the next counts in the bin that was found:
+// three rounds find the magnitude, three the place.
+enum { BINS = 2048, TO_MAGNITUDE = 3 };
+enum State { SEARCHING, FEWER, NOT_FINITE };  // FEWER than the rank are not zero
+static const u8 SHIFTS[] = {20, 9, 0, 22, 11, 0};  // a bin has 2^shift magnitudes or places
+
 typedef struct {
   const u8 *base, *tuned;
-  i64 size, low, shift, by_place;
-  u32 *counts;
-} Counting;
+  i64 size, rank, magnitude, place;
+  u32 *counts;        // of a round
+  u32 state, blocks;  // those that have counted
+} Search;
 
-enum { BINS = 2048 };
+INLINE i64 first_of(const Search &search, i64 round) { return round < TO_MAGNITUDE ? 0 : search.place; }
+INLINE i64 end_of(const Search &search, i64 round) {
+  if (round < TO_MAGNITUDE) return search.size;
+  return least_i64(search.size, search.place + ((i64)BINS << SHIFTS[round]));
+}
 
-INLINE void count_run(const Counting &asked, i64 place, u32 *counts) {
+INLINE void count_run(const Search &search, i64 round, i64 place, i64 end, u32 *counts) {
   Run<BASE_KIND> base;
   Run<MODEL_KIND> tuned;
-  i32 size = (i32)least_i64(RUN, asked.size - place);
-  const u8 *origin = asked.base + place * width_of(BASE_KIND);
-  const u8 *changed = asked.tuned + place * width_of(MODEL_KIND);
+  i32 size = (i32)least_i64(RUN, end - place);
+  const u8 *origin = search.base + place * width_of(BASE_KIND);
+  const u8 *changed = search.tuned + place * width_of(MODEL_KIND);
   base.load(origin, 0, size, size < RUN || !base.is_aligned(origin));
   tuned.load(changed, 0, size, size < RUN || !tuned.is_aligned(changed));
   UNROLLED for (int i = 0; i < RUN; i++) {
-    u32 magnitude = magnitude_of(tuned[i] - base[i]), above = magnitude - (u32)asked.low;
-    u64 bin = (asked.by_place ? (u64)(place + i) : above) >> asked.shift;
-    if (magnitude && bin < BINS && !(asked.by_place && above)) ADD_TO(counts + bin, 1);
+    u32 magnitude = magnitude_of(tuned[i] - base[i]), above = magnitude - (u32)search.magnitude;
+    u64 bin = round < TO_MAGNITUDE ? above : above ? ~0ull : (u64)(place + i - search.place);
+    bin >>= SHIFTS[round];
+    if (magnitude && bin < BINS) ADD_TO(counts + bin, 1);
   }
+}
+
+// Take the bin of the rank, counting down from the largest magnitude or up from the first place.
+INLINE void end_round(Search *search, i64 round, const u32 *counts) {
+  i64 total = 0, bin = 0;
+  bool is_place = round >= TO_MAGNITUDE;
+  if (round == 0) {
+    for (bin = 0; bin < BINS; bin++) {
+      total += counts[bin];
+      if (bin >= INFINITE >> SHIFTS[0] && counts[bin]) search->state = NOT_FINITE;
+    }
+    if (total <= search->rank && !search->state) search->state = FEWER;
+    if (search->state) return;
+  }
+  i64 bins = round == 2 ? 512 : BINS;  // further ones are of larger magnitudes
+  for (i64 i = 0; i < bins; i++) {
+    bin = is_place ? i : bins - 1 - i;
+    if (search->rank <= counts[bin]) break;
+    search->rank -= counts[bin];
+  }
+  *(is_place ? &search->place : &search->magnitude) += bin << SHIFTS[round];
 }
 
 #ifdef __CUDACC_RTC__
@@ -415,17 +447,32 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
   }
 }
 
-extern "C" __global__ void count_magnitudes(const Counting *asked) {
+extern "C" __global__ void find_cut(Search *search, i64 round) {
   __shared__ u32 counts[BINS];
+  __shared__ bool is_last;
+  const Search known = *search;
+  if (known.state) return;
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = 0;
   __syncthreads();
-  i64 step = (i64)gridDim.x * THREADS * RUN;
-  i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * RUN;
-  for (i64 place = first; place < asked->size; place += step) count_run(*asked, place, counts);
+  i64 step = (i64)gridDim.x * THREADS * RUN, end = end_of(known, round);
+  i64 place = first_of(known, round) + ((i64)blockIdx.x * THREADS + threadIdx.x) * RUN;
+  for (; place < end; place += step) count_run(known, round, place, end, counts);
   __syncthreads();
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) {
-    if (counts[bin]) atomicAdd(asked->counts + bin, counts[bin]);
+    if (counts[bin]) atomicAdd(known.counts + bin, counts[bin]);
   }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&search->blocks, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) {
+    counts[bin] = known.counts[bin];
+    known.counts[bin] = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) end_round(search, round, counts), search->blocks = 0;
 }
 #else
 static void merge_block(const Block &block, const Model *models, bool is_careful, u32 threshold,
@@ -469,8 +516,14 @@ ENTRY(void, merge_parts)(const Part *parts, i64 count, i64 threshold, i64 chunk,
   }
 }
 
-ENTRY(void, count_magnitudes)(const Counting *asked, i64) {
-  for (i64 place = 0; place < asked->size; place += RUN) count_run(*asked, place, asked->counts);
+ENTRY(void, find_cut)(Search *search, i64 round, i64) {
+  i64 end = end_of(*search, round);
+  if (search->state) return;
+  for (i64 place = first_of(*search, round); place < end; place += RUN) {
+    count_run(*search, round, place, end, search->counts);
+  }
+  end_round(search, round, search->counts);
+  for (int bin = 0; bin < BINS; bin++) search->counts[bin] = 0;
 }
 #endif
 

@@ -229,14 +229,12 @@ def test_cuts_are_found_where_the_models_are(kind, method, settings, tmp_path, m
             made = dict.fromkeys(made, np.zeros(elements.size)) | {"usual": usual}
         dtype = getattr(torch, kind)
         save_tensors({name: torch.tensor(array).to(dtype) for name, array in made.items()}, file)
-    counted, count = [], cuda.Kernels.count_magnitudes
-    monkeypatch.setattr(
-        cuda.Kernels, "count_magnitudes", lambda *a, **k: (counted.append(a), count(*a, **k))[1]
-    )
+    asked, find = [], cuda.Kernels.find_cut
+    monkeypatch.setattr(cuda.Kernels, "find_cut", lambda *a: (asked.append(a), find(*a))[1])
     how = {"stages": {method.partition("+")[0]: settings}, "allow_not_finite": True}
     digests = set()
     for device in ("cpu", last_gpu()):
         request = Request.of(base=files[0], models=files[1:], method=method, device=device, **how)
         digests.add(dare.Candidates(request).make().digest)
     assert len(digests) == 1
-    assert len(counted) >= len(changes) * len(files[1:])
+    assert len(asked) >= len(changes) * len(files[1:])

@@ -47,10 +47,15 @@ PART = np.dtype(
     ]
 )
 FIGURE_BYTES = 16  # four counts of a chunk's model
-BINS, COUNTING_BLOCKS = 2048, 1024  # as in gpu.h; blocks that count, at most
-COUNTING = np.dtype(
-    [(name, np.int64) for name in ("base", "tuned", "size", "low", "shift", "by_place", "counts")]
+SEARCH = np.dtype(
+    [
+        *((name, np.uint64) for name in ("base", "tuned")),
+        *((name, np.int64) for name in ("size", "rank", "magnitude", "place")),
+        *(("counts", np.uint64), ("state", np.uint32), ("blocks", np.uint32)),
+    ]
 )
+SEARCHING, FEWER, BINS = 0, 1, 2048  # as in gpu.h
+ROUNDS, SEARCH_BLOCKS = 6, 1024  # blocks that search, at most
 
 
 class Shape(NamedTuple):
@@ -470,30 +475,35 @@ class Kernels:
             done.append(Done(figures, peak, [*islice(of_inputs, len(own)), made]))
         return done
 
-    def count_magnitudes(
-        self, base: NDArray[Any], tuned: NDArray[Any], low: int, shift: int, *, by_place: bool
-    ) -> NDArray[np.uint32] | None:
-        """Count the magnitudes of a delta that the GPU holds, but for zeros; None if it does not.
+    def find_cut(
+        self, base: NDArray[Any], tuned: NDArray[Any], rank: int
+    ) -> tuple[int, int] | None:
+        """Find the magnitude of a rank in a delta, and the place after its last equal that counts.
 
-        They are counted in BINS of 2^shift, from `low` on; or only those that are `low`, by place.
+        They are 0 if no more than so many are not zero. None if the GPU does not hold the delta,
+        or not all of it is finite.
         """
-        number = self.number
-        held = [_resident_address(raw, number) for raw in (base, tuned)]
-        if None in held:
+        addresses = [_resident_address(raw, self.number) for raw in (base, tuned)]
+        if None in addresses:
             return None
-        worker, size = self._worker, base.size
-        shape = Shape(KINDS[base.dtype], KINDS[tuned.dtype], KINDS[base.dtype], 1, *[False] * 3)
-        blocks = min(-(-size // THREADS), COUNTING_BLOCKS)
+        kinds = KINDS[base.dtype], KINDS[tuned.dtype], KINDS[base.dtype]
+        worker, blocks = self._worker, min(-(-base.size // THREADS), SEARCH_BLOCKS)
+        asked = np.zeros(SEARCH.itemsize + 4 * BINS, np.uint8)
         with _errors_named(self._name, NO_ROOM):
-            room = worker.room(COUNTING.itemsize + 4 * BINS)
-            memory = np.zeros(COUNTING.itemsize + 4 * BINS, np.uint8)
-            asked = (*held, size, low, shift, by_place, room + COUNTING.itemsize)
-            memory[: COUNTING.itemsize].view(COUNTING)[0] = asked
-            worker.copy(room, _address(memory), memory.size)
-            worker.launch(kernel("count_magnitudes", number, shape), blocks, room)
-            counts = self._receive(room + COUNTING.itemsize, 4 * BINS)
+            search = kernel("find_cut", worker.number, Shape(*kinds, 1, False, False, False))
+            room = worker.room(asked.nbytes)
+            what = (*addresses, base.size, rank, 0, 0, room + SEARCH.itemsize, SEARCHING, 0)
+            asked[: SEARCH.itemsize].view(SEARCH)[0] = what
+            worker.copy(room, _address(asked), asked.nbytes)
+            for number in range(ROUNDS):
+                worker.launch(search, blocks, room, number)
+            found = self._receive(room, SEARCH.itemsize)
             worker.stream.sync()
-        return counts.view(np.uint32).copy()
+        (told,) = found.view(SEARCH)
+        if told["state"] == FEWER:
+            return 0, 0
+        is_found = told["state"] == SEARCHING
+        return (int(told["magnitude"]), int(told["place"]) + 1) if is_found else None
 
     def _digest(self, pieces: PieceTables, at: int, sums: int) -> None:
         """Have pieces digested; `at` is the place of their tables."""

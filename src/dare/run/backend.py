@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,26 +282,18 @@ class ArrayBackend(Backend):
             return chunk and self._block(chunk, model, place.before, place.position)
 
         spare_bytes = self._plan.cost.spare_bytes
-        on_gpu = None if place.position else self._counter(tensor, model)
-        arguments = spare_bytes, blocks, place.census, peek, on_gpu
-        return DeltaView(self._kernels, tensor.shape, *arguments)
+        find = None if place.position else self._cut_finder(tensor, model)
+        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census, peek, find)
 
-    def _counter(self, tensor: TensorPlan, model: int) -> Any:
-        """Return what counts a model's magnitudes on a GPU that may hold them; None without one."""
-        count = getattr(self._kernels, "count_magnitudes", None)
+    def _cut_finder(self, tensor: TensorPlan, model: int) -> Any:
+        """Return what finds cuts of a model's delta on a GPU that holds it; None without one."""
+        find = getattr(self._kernels, "find_cut", None)
         sources = self._plan.base_of(tensor), self._plan.source_of(tensor, model)
-        held = [found.elements for s in sources if (found := s.held(tensor.name))]
-        if count is None or len(held) < len(sources) or tensor.drop_of(model):
+        held = [found.elements for source in sources if (found := source.held(tensor.name))]
+        is_change, _ = self._chain_of(tensor, model)
+        if find is None or len(held) < len(sources) or is_change or tensor.drop_of(model):
             return None
-        if self._chain_of(tensor, model)[0]:  # it is given by deltas
-            return None
-
-        def on_gpu(low: int, shift: int, span: slice | None = None) -> NDArray[np.uint32] | None:
-            arrays = held if span is None else [elements[span] for elements in held]
-            found: NDArray[np.uint32] | None = count(*arrays, low, shift, by_place=span is not None)
-            return found
-
-        return on_gpu
+        return partial(find, *held)
 
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
         def deltas() -> Iterator[Deltas]:

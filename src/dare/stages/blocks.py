@@ -514,9 +514,8 @@ class DeltaView(View):
     census: Any = None  # the conclusion of the stage's census for the tensor, if it has one
     # Returns a block of elements from all over the tensor; None if reading them takes long.
     peek: Callable[[], Block | None] = lambda: None
-    # Counts magnitudes in bins of 2^shift from the lowest on, or in a span those that are the
-    # lowest, by place; None if no GPU holds the delta as it comes to the stage.
-    count_on_gpu: Callable[[int, int, slice | None], NDArray[np.uint32] | None] | None = None
+    # Finds a rank's bits and the place after its equals that count, on a GPU that holds the delta.
+    cut_on_gpu: Callable[[int], tuple[int, int] | None] | None = None
 
     sampled: int = 0  # elements in the sample, once it was taken
 

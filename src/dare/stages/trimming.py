@@ -5,7 +5,7 @@ magnitudes it most likely lies. One pass counts what is above and collects what 
 is found exactly among these. If it is not there, or if there is no room for them and they differ,
 it is found by counting: a magnitude's bits order like the magnitude, so all are counted by their
 upper 16 bits, then those in the bin that holds the k-th by their lower 15. A GPU that holds the
-tensor counts at once, in three rounds.
+tensor finds it by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dare.kernels import Band
 from dare.kernels.reference import INDEX_BITS
-from dare.stages.blocks import BINS, INFINITY, Block, DeltaView, Floats
+from dare.stages.blocks import BINS, Block, DeltaView, Floats
 from dare.stages.ranks import (
     CutRows,
     Keys,
@@ -90,10 +90,10 @@ def find_cuts(view: DeltaView, wanted: Callable[[int], Sequence[int]]) -> list[C
     The rank 0 is above all. If no more elements than a rank are not zero, its cut is below them.
     """
     elements = math.prod(view.shape)
-    if view.count_on_gpu and elements > SMALL:
-        counted = [_cut_on_gpu(view.count_on_gpu, elements, rank) for rank in wanted(elements)]
-        found = [cut for cut in counted if cut is not None]
-        if len(found) == len(counted):
+    if view.cut_on_gpu and elements > SMALL:
+        cuts = [view.cut_on_gpu(rank) if rank else ABOVE_ALL for rank in wanted(elements)]
+        found = [Cut(*cut) for cut in cuts if cut is not None]
+        if len(found) == len(cuts):
             return found
     sample = view.sample() if elements > SMALL else None
     brackets = _brackets(sample, wanted(0 if sample is None else sample.size))
@@ -106,33 +106,6 @@ def find_cuts(view: DeltaView, wanted: Callable[[int], Sequence[int]]) -> list[C
             left = block.collect(*bracket, room_for_keys, counts)
         survivors += left
     return list(map(partial(_find_cut, view), wanted(survivors), brackets, keys, figures))
-
-
-def _cut_on_gpu(count: Callable[..., Any], elements: int, rank: int) -> Cut | None:
-    """Return the cut of a rank by counting ever more finely; None if that cannot be done there."""
-    if rank == 0:
-        return ABOVE_ALL
-    low, bits = 0, 31
-    for shift in (20, 9, 0):
-        counts = count(low, shift)
-        if counts is None:
-            return None
-        if bits == 31:  # all have been counted
-            if counts[INFINITY >> shift :].any():
-                return None
-            if counts.sum() <= rank:
-                return Cut(0, 0)
-        number, rank = count_down(counts[: 1 << (bits - shift)], rank)
-        low, bits = low + (number << shift), shift
-    first, shift = 0, elements.bit_length()
-    while shift:
-        span = slice(first, min(first + (1 << shift), elements))
-        shift = max(0, shift - 11)
-        up_to = np.cumsum(count(low, shift, span))
-        number = int(np.searchsorted(up_to, rank))
-        rank -= int(up_to[number - 1]) if number else 0
-        first += number << shift
-    return Cut(low, first + 1)
 
 
 def _brackets(sample: NDArray[np.uint32] | None, ranks: Sequence[int]) -> list[tuple[int, int]]:
