@@ -56,6 +56,7 @@ SEARCH = np.dtype(
 )
 SEARCHING, FEWER, BINS = 0, 1, 2048  # as in gpu.h
 ROUNDS, SEARCH_BLOCKS = 6, 1024  # blocks that search, at most
+MOST_SEARCHED = BINS << 22  # elements
 
 
 class Shape(NamedTuple):
@@ -484,7 +485,7 @@ class Kernels:
         or not all of it is finite.
         """
         addresses = [_resident_address(raw, self.number) for raw in (base, tuned)]
-        if None in addresses:
+        if None in addresses or base.size > MOST_SEARCHED:
             return None
         kinds = KINDS[base.dtype], KINDS[tuned.dtype], KINDS[base.dtype]
         worker, blocks = self._worker, min(-(-base.size // THREADS), SEARCH_BLOCKS)
