@@ -141,7 +141,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     f"{MERGE_TWO} --max-memory 1k": ("max_memory = 1.0 kB: ", "22.025 MB"),
     f"{MERGE_TWO} --on-integer-mismatch bas": ("on_integer_mismatch = 'bas': must be", "'base'?"),
     f"{MERGE_TWO} --method nuslerp --each ro": ("each = 'ro': must be", "'row'?"),
-    f"{MERGE_TWO} --shard-size 5GB": ("shard_size", "merged.safetensors", "directory"),
+    f"{MERGE_TWO} --shard-size 5GB": ("shard_size", "merged.safetensors", "folder"),
     "methods tie": ("tie: ", "'ties'", "dare methods"),
 }
 

@@ -528,7 +528,7 @@ def test_the_head_of_a_stack_is_its_last_models_embedding(pair, tmp_path, suffix
 def test_a_gemma_with_a_head_of_its_own_is_refused(tmp_path):
     folder = make_pair(tmp_path, "gemma2")
     ranges = [{"model": str(folder / name), "range": [0, 1]} for name in ("base", "tuned")]
-    with pytest.raises(InputError, match=r"lm_head\.weight.*directory"):
+    with pytest.raises(InputError, match=r"lm_head\.weight.*folder"):
         dare.plan({"layers": ranges}, output=tmp_path / "out.gguf")
 
 

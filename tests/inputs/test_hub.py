@@ -117,7 +117,7 @@ def test_without_the_client_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = failure("org/name")
-    assert message.startswith("org/name: no such file or directory")
+    assert message.startswith("org/name: no such file or folder")
     assert message.endswith(install_command("hf"))
 
 
@@ -281,7 +281,7 @@ def test_no_connection(hub, single):
     hub.stop()
     assert fetch("org/name") == resolved  # the cache is better than nothing
     assert re.fullmatch(
-        r"org/other: no such file or directory, and it could not be fetched from the hub: "
+        r"org/other: no such file or folder, and it could not be fetched from the hub: "
         r"ConnectError: .*refused.*; check the network and run the command again; "
         r"complete files are not fetched again",
         failure("org/other"),

@@ -242,7 +242,7 @@ def test_it_is_resumed_repeated_and_replaced(pipelines):
 
 
 def test_what_is_one_model_is_not_made_of_a_pipeline(pipelines, tmp_path):
-    with pytest.raises(OutputError, match="name a directory"):
+    with pytest.raises(OutputError, match="name a folder"):
         plan(pipelines, output=tmp_path / "out.safetensors")
     with pytest.raises(InputError, match="one by one"):
         compress(*pipelines[:2], tmp_path / "delta.safetensors", lossless=True)
@@ -288,7 +288,7 @@ def test_weights_that_are_pickles_and_links_that_lead_outside_are_refused(pipeli
     (pipelines[1] / "unet" / "evil.json").symlink_to("/etc/hostname")
     plan(pipelines)  # nothing of a model's folder is copied
     (pipelines[0] / "unet" / "evil.json").symlink_to("/etc/hostname")
-    with pytest.raises(InputError, match="outside the directory"):
+    with pytest.raises(InputError, match="outside the folder"):
         plan(pipelines)
     (pipelines[0] / "unet" / "evil.json").unlink()
     (pipelines[0] / UNET).rename(pipelines[0] / "unet/diffusion_pytorch_model.bin")

@@ -309,7 +309,7 @@ def test_parameters_of_stages_are_keywords_and_flags(
 def test_what_is_no_adapter_is_refused(two, tmp_path):
     with pytest.raises(InputError, match=r"has no adapter_config\.json"):
         merge_adapters([tmp_path], tmp_path / "out")
-    with pytest.raises(RecipeError, match="must be a list of directories"):
+    with pytest.raises(RecipeError, match="must be a list of folders"):
         merge_adapters(str(two[0]), tmp_path / "out")
     with pytest.raises(InputError, match=r"no adapter .* LoRA module"):
         merge_adapters(two, tmp_path / "none", weights=[0, 0])
@@ -351,7 +351,7 @@ def test_nothing_is_overwritten_unless_told(two, tmp_path):
         (tmp_path / "out", False, "exists already"),
         (two[0], True, "would overwrite the input"),
         (tmp_path / "mine", True, "not made by dare"),
-        (tmp_path / "out.safetensors", False, "an adapter is a directory"),
+        (tmp_path / "out.safetensors", False, "an adapter is a folder"),
         (tmp_path / "file" / "out", False, "cannot be written"),
     ):
         with pytest.raises(OutputError, match=words):

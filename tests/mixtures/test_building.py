@@ -213,7 +213,7 @@ def test_what_a_base_leaves_unsaid_stays_what_it_means(tmp_path, kind):
         ({"architecture": "qwen3_moe"}, "type llama is not supported"),
         ({"shared_experts": [{"model": "a"}] * 2}, "2 shared experts.* 0 to 1"),
         ({"architecture": "qwen2_moe"}, "0 shared experts.* 1 to 1"),
-        ({"output": "out.safetensors"}, "directory"),
+        ({"output": "out.safetensors"}, "folder"),
     ],
 )
 def test_what_is_not_supported_is_said(models, tmp_path, settings, message):

@@ -115,8 +115,8 @@ REFUSED: dict[str, tuple[Callable[[Path], str | Path], str]] = {
     "where the input is made": (linked(os.rename, "base", "base.partial/x", "base"), "made in"),
     "a text": (put("out.safetensors", "years of work"), STRANGE),
     "a folder of others": (put("out/cat.jpg", "meow", "out"), MANIFEST_NAME),
-    "a file for a folder": (put("out", ""), "is no directory"),
-    "a folder for a file": (put("out.safetensors/x", "", "out.safetensors"), "is a directory"),
+    "a file for a folder": (put("out", ""), "is no folder"),
+    "a folder for a file": (put("out.safetensors/x", "", "out.safetensors"), "is a folder"),
     "a manifest": (
         put(MANIFEST, '{"name": "my-app"}', "out.safetensors"),
         "not a manifest of dare",

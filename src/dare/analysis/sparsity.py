@@ -54,7 +54,7 @@ from dare.inputs.sources import ArraySource, DeltaInfo, Source, SourceView, open
 from dare.recipe.recipe import Request
 from dare.tensors.dtypes import STORAGE_TYPES
 
-Given = Arrays | str | PathLike[str]  # arrays by name (or lists of numbers), or a file or directory
+Given = Arrays | str | PathLike[str]  # arrays by name (or lists of numbers), or a file or folder
 
 SIGNIFICANT = 0.9  # a layer has significant updates if its sparsity is below this
 NAME = "delta"

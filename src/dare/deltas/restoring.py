@@ -180,7 +180,7 @@ def _layout(file: DeltaFile, output: Path) -> RestoredLayout:
     headers = {name: _header(file, name) for name in names}
     if not is_directory_target(output):
         if len(names) != 1:
-            raise OutputError(f"{output}: there are {len(names)} weight files; give a directory")
+            raise OutputError(f"{output}: there are {len(names)} weight files; give a folder")
         headers = {output.name: headers[names[0]]}
     files = {
         name: tuple((info.name, info.dtype, info.shape) for info in header.tensors.values())

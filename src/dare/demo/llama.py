@@ -1,4 +1,4 @@
-"""A small Llama in NumPy: reads a model's directory or file, scores bytes, and writes on.
+"""A small Llama in NumPy: reads a model's folder or file, scores bytes, and writes on.
 
 It is for the demonstration's byte-level models: a token is a byte, embeddings are tied, and
 attention has one key and value for each query head. All arithmetic is in float32.
@@ -29,7 +29,7 @@ _POSITIONS_AT_ONCE = 4096
 class Llama:
     """A model in memory.
 
-    `weights` is a directory with a safetensors file, such a file itself, or arrays by name;
+    `weights` is a folder with a safetensors file, such a file itself, or arrays by name;
     `config` is the config.json that tells its shape, as Hugging Face writes it.
     """
 
@@ -128,7 +128,7 @@ class Llama:
 
 
 def read_weights(path: Path) -> dict[str, Floats]:
-    """Read all tensors of a safetensors file or directory as float32."""
+    """Read all tensors of a safetensors file or folder as float32."""
     weights = {}
     with open_source(path) as source:
         for name, info in source.tensors.items():

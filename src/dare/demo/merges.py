@@ -328,7 +328,7 @@ def broken_model(name: str) -> bytes:
 
 
 def write_models(folder: Path) -> list[str]:
-    """Write the demonstration's models into a folder, a directory each, the broken ones too.
+    """Write the demonstration's models into a folder, each in its own, the broken ones too.
 
     Files that are there already must be the same.
     """

@@ -1,6 +1,6 @@
 """GGUF as llama.cpp reads it: one file, with vocabulary and configuration inside.
 
-With a GGUF base all keys are its own; of a model directory they are made as llama.cpp's converter
+With a GGUF base all keys are its own; of a model folder they are made as llama.cpp's converter
 makes them, and where llama.cpp could not be told how the model computes or splits text, it is
 refused. Tensors have their GGUF names, and the converter's changes are made again, which
 `dare.inputs.gguf` undoes in reading.
@@ -60,7 +60,7 @@ ALWAYS_F32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.")  # in the names of matrice
 LAST_TENSOR = "output_norm.weight"  # every model has it; what is no weights is written with it
 DROPPED_KEYS = ("split.", "quantize.", "general.alignment", "general.size_label")
 VALUE_CODES: dict[type, tuple[int, str]] = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
-CONVERTER = "write a directory, and use convert_hf_to_gguf.py from llama.cpp"
+CONVERTER = "write a folder, and use convert_hf_to_gguf.py from llama.cpp"
 MAX_COUNT = 1 << 22  # of anything that is counted in a configuration, but positions
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 NEVER_MERGED = -1e6  # a score
@@ -149,7 +149,7 @@ class GgufRecoding(Recoding):
         elif name in self.ties or name.endswith("rotary_emb.inv_freq"):
             return None
         elif own == "output.weight" and self.family and self.family.norm_shift:
-            raise InputError(f"{name}: llama.cpp's Gemma has no head of its own; write a directory")
+            raise InputError(f"{name}: llama.cpp's Gemma has no head of its own; write a folder")
         elif own == name:
             raise InputError(f"{name}: has no name in GGUF; {CONVERTER}")
         gguf = import_gguf(self.output)
@@ -259,7 +259,7 @@ def _pack(value: Any) -> bytes:
 
 
 def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
-    """Return the GGUF format with its keys: those of a GGUF file, or made from a directory.
+    """Return the GGUF format with its keys: those of a GGUF file, or made from a folder.
 
     They come from the base, or from the model that `copy_from` names.
     """
@@ -275,7 +275,7 @@ def gguf_recoding(recipe: Recipe, inputs: Sequence[Source]) -> GgufRecoding:
     if source.folder is None or not (config := read_config(source.folder)):
         raise InputError(
             f"{recipe.output}: GGUF needs a configuration and a tokenizer; give the base as a "
-            "directory or as GGUF, or name a model that has them with copy_from"
+            "folder or as GGUF, or name a model that has them with copy_from"
         )
     metadata, copied = model_keys(config)
     kind = main_type((i.name, i.dtype, i.shape) for i in inputs[0].tensors.values())

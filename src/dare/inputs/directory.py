@@ -1,9 +1,9 @@
-"""The files beside the weights in a model directory, and those that go into an output.
+"""The files beside the weights in a model folder, and those that go into an output.
 
 Configuration, tokenizer, processors, sentence-transformers' folders, custom code and licences are
-taken from one directory, file by file from a list of known names; weights, indexes, model cards,
+taken from one folder, file by file from a list of known names; weights, indexes, model cards,
 optimizer states and everything unknown stay behind. Files are copied unchanged unless something in
-them must change. Nothing outside the directory is read, whatever a name or a link says.
+them must change. Nothing outside the folder is read, whatever a name or a link says.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Changes:
 
     dtype: StorageType | None = None
     vocab_size: tuple[int, int] | None = None  # rows of the embedding, before and after
-    # The output's id for each token id of the directory's model, if its tokenizer is another.
+    # The output's id for each token id of the folder's model, if its tokenizer is another.
     token_ids: Mapping[int, int | None] | None = None
     chat_template: str | None = None
-    stop_tokens: StopTokens | None = None  # if files come from several directories
+    stop_tokens: StopTokens | None = None  # if files come from several folders
     tokens: Mapping[str, int] | None = None  # the output's, if known: only those can end a text
     layers: Sequence[tuple[Path | None, int]] = ()  # of a stack: folder and number of each layer
     config: Mapping[str, Any] = field(default_factory=dict)  # further values of config.json
@@ -110,9 +110,9 @@ def collect(
     tokenizer: Path | None = None,
     replaced: Mapping[str, bytes] | None = None,
 ) -> Sidecars:
-    """Collect the files of a directory that go beside the weights of an output, with changes.
+    """Collect the files of a folder that go beside the weights of an output, with changes.
 
-    The tokenizer's files come from the directory `tokenizer` if it is given; `replaced` has those
+    The tokenizer's files come from the folder `tokenizer` if it is given; `replaced` has those
     whose content is already decided.
     """
     changes = changes or Changes()
@@ -145,11 +145,11 @@ class Sidecars:
     notes: list[Notice] = field(default_factory=list)
 
     def take(self, directory: Path, names: Iterable[str]) -> None:
-        """Take files of a directory."""
+        """Take files of a folder."""
         self.files |= {name: _file(directory, name) for name in names}
 
     def note_left(self, names: Iterable[str]) -> None:
-        """Say which of a directory's files and folders stay behind, if anybody would miss them."""
+        """Say which of a folder's files and folders stay behind, if anybody would miss them."""
         kept = {name.split("/")[0] for name in self.files} | self.files.keys()
         others = (name for name in names if name not in kept)
         if left := [n for n in others if not _LEFT_SILENTLY.fullmatch(n.rpartition("/")[2])]:
@@ -243,7 +243,7 @@ class Sidecars:
             )
 
     def configure(self, changes: Changes, folder: str = "") -> None:
-        """Rewrite the configuration where the output differs from the directory's model."""
+        """Rewrite the configuration where the output differs from the folder's model."""
         config = folder + CONFIG
         if changes.dtype is not None and changes.dtype not in MODEL_TYPES and config in self.files:
             self.notes.append(notice("kept_type", config, dtype=changes.dtype.name))
@@ -257,7 +257,7 @@ class Sidecars:
 
 
 def _named(directory: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """Yield the names in a directory, or in the folder a pattern names, that match."""
+    """Yield the names in a folder, or in the subfolder a pattern names, that match."""
     top = list_names(directory)
     for pattern in patterns:
         folder, _, last = pattern.rpartition("/")
@@ -286,7 +286,7 @@ def _are_tables(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def walk(directory: Path, folder: str) -> Iterator[str]:
-    """Yield every file below a folder, by its name relative to the directory."""
+    """Yield every file below a folder, by its name relative to the folder."""
     folders = [folder]
     count = 0
     while folders:
@@ -310,7 +310,7 @@ def walk(directory: Path, folder: str) -> Iterator[str]:
 
 
 def resolve_inside(directory: Path, name: str) -> Path:
-    """Resolve a name that leads inside its directory, or to the `blobs` of a hub's cache."""
+    """Resolve a name that leads inside its folder, or to the `blobs` of a hub's cache."""
     if is_stored(directory):  # which has no links
         return directory / name
     home = Path(os.path.realpath(directory))
@@ -319,7 +319,7 @@ def resolve_inside(directory: Path, name: str) -> Path:
     if home.parent.name == "snapshots":
         allowed.append(home.parents[1] / "blobs")
     if not any(path.is_relative_to(folder) for folder in allowed):
-        where = f"is a link to {path}, outside the directory"
+        where = f"is a link to {path}, outside the folder"
         raise InputError(f"{directory / name}: {where}; put a copy there")
     return path
 
@@ -333,14 +333,14 @@ def _file(directory: Path, name: str) -> Path:
 
 
 def read_text(directory: Path, name: str) -> bytes | None:
-    """Read a directory's file, or None if there is none; refuse a huge one."""
+    """Read a folder's file, or None if there is none; refuse a huge one."""
     if not is_there(directory / name):
         return None
     return read_limited(_file(directory, name), MAX_JSON_BYTES, directory / name)
 
 
 def read_json(directory: Path, name: str) -> Any:
-    """Read the JSON in a directory's file, or None if there is no such file."""
+    """Read the JSON in a folder's file, or None if there is no such file."""
     text = read_text(directory, name)
     return None if text is None else parse_json(text, directory / name)
 
@@ -475,7 +475,7 @@ def _set_values(tables: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> 
 
 
 def chat_template_of(directory: Path) -> str | None:
-    """Return the chat template of a model directory, whichever file has it."""
+    """Return the chat template of a model folder, whichever file has it."""
     return _find_template(partial(read_text, directory), directory)
 
 
@@ -524,7 +524,7 @@ def choose_chat_template(
     """Return the template to replace the one in `own`, or None to leave that; and notes.
 
     The setting is "auto", the name of a model, the name of a well-known template, a template, or a
-    file with one. With "auto" the directory's template stays; if it has none, the one that all
+    file with one. With "auto" the folder's template stays; if it has none, the one that all
     models agree on is taken.
     """
     if setting == "auto":

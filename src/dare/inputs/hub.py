@@ -108,7 +108,7 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
         from huggingface_hub import constants
     except ImportError:
         remedy = f"to fetch it from the hub, {install_command('hf')}"
-        raise InputError(f"{name}: no such file or directory; {remedy}") from None
+        raise InputError(f"{name}: no such file or folder; {remedy}") from None
     try:
         with guarded():
             if (fetches and not is_address) or not (is_address or can_read()):
@@ -368,14 +368,14 @@ def _explain(name: Name, error: BaseException) -> str:
         error = error.__cause__  # the reason for looking in the cache
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         how = "turn offline mode off (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE), or give a path"
-        return f"no such file or directory, and the hub's cache does not have all of it; {how}"
+        return f"no such file or folder, and the hub's cache does not have all of it; {how}"
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         where = f" ({error.filename})" if error.filename else ""
         return f"cannot be stored in the cache{where}: {error.strerror}; set HF_HOME"
     if not isinstance(error, errors.HfHubHTTPError):
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return (
-            f"no such file or directory, and it could not be fetched from the hub: {reason}; "
+            f"no such file or folder, and it could not be fetched from the hub: {reason}; "
             "check the network and run the command again; complete files are not fetched again"
         )
     status = error.response.status_code
@@ -384,7 +384,7 @@ def _explain(name: Name, error: BaseException) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"no such revision ({status}); give a branch, a tag or a full commit hash"
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        what = f"no such file or directory, and the hub has no model {name.repo} ({status})"
+        what = f"no such file or folder, and the hub has no model {name.repo} ({status})"
         return f"{what}; check the spelling or, if the model is private, {LOG_IN}"
     if status in (401, 403):
         return f"the hub denies access ({status}); {LOG_IN}, with a token that allows it"

@@ -561,7 +561,7 @@ class LoraSource(SourceView):
 
 
 def looks_like(path: Path) -> bool:
-    """Return whether a directory holds an adapter."""
+    """Return whether a folder holds an adapter."""
     return (path / CONFIG_NAME).is_file()
 
 

@@ -1,6 +1,6 @@
 """From the paths in a recipe to sources that fit together.
 
-Names from the hub become directories; every form of model becomes a source; names and rows of the
+Names from the hub become folders; every form of model becomes a source; names and rows of the
 models are brought in line with the base's. `FORMS` lists the forms. Each is a module here with a
 subclass of `dare.inputs.sources.Source`, which computes its tensors as they are read: any range
 of a tensor, from any thread, and the same bytes whatever the range.

@@ -59,7 +59,7 @@ class IndexedShard(NamedTuple):
 def find_files(path: Path, kind: str, *stems: str) -> dict[Path, IndexedShard | None]:
     """Find the files of a model, each with the tensors that its index lists, if there is one.
 
-    In a directory, look for the index, then the usual single file, then the only file with the
+    In a folder, look for the index, then the usual single file, then the only file with the
     right ending: a variant such as `model.fp16.safetensors`, which may have an index, too.
     """
     if not is_directory(path):

@@ -548,7 +548,7 @@ def open_form(opening: Opening) -> Source:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Read the `config.json` of a model directory, or beside a file; empty if there is none."""
+    """Read the `config.json` of a model folder, or beside a file; empty if there is none."""
     try:
         file = (path if path.is_dir() else path.parent) / CONFIG
         if not is_there(file):
@@ -573,7 +573,7 @@ def says_tied(config: Mapping[str, Any]) -> bool | None:
 
 
 def open_source(path: str | os.PathLike[str]) -> FileSource:
-    """Read the headers of a safetensors file, or of a directory with one or with shards."""
+    """Read the headers of a safetensors file, or of a folder with one or with shards."""
     return FileSource(to_path(path))
 
 

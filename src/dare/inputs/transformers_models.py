@@ -113,7 +113,7 @@ def _class_of(where: Path, config: Mapping[str, Any], so: str) -> Any:
 
 
 def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
-    """Build a directory's model with its weights, in float32, on the GPU if there is one.
+    """Build a folder's model with its weights, in float32, on the GPU if there is one.
 
     With `endings`, the name of its class must have one of them, and no weights may be missing.
     """

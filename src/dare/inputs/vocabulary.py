@@ -118,7 +118,7 @@ class Tokenizers:
         return Vocabulary(name, -min(ranked)[1], self._read(directory) if directory else None)
 
     def _read(self, directory: Path) -> Tokens | None:
-        """Read the tokens of a directory's tokenizer; None if there is none of a known form."""
+        """Read the tokens of a folder's tokenizer; None if there is none of a known form."""
         texts = ((name, read_text(directory, name)) for name in _FILES)
         best = next(((name, text) for name, text in texts if text is not None), None)
         if best is None:

@@ -198,7 +198,7 @@ def plan_adapters(
     `max_memory` limits the buffers and factors of methods that work on single elements.
     """
     if isinstance(adapters, str | PathLike):
-        raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of directories")
+        raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of folders")
     if space not in get_args(Space):
         raise RecipeError(f"space = {space!r}: must be {' or '.join(map(repr, get_args(Space)))}")
     known = (*parameter_names(), "model_seed")

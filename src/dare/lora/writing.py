@@ -1,4 +1,4 @@
-"""An adapter on its way to disk: a directory that PEFT loads, complete or not there at all.
+"""An adapter on its way to disk: a folder that PEFT loads, complete or not there at all.
 
 Ranks are known only after the work, and with them the places of all tensors. So tensors go into a
 file of pieces in `OUTPUT.partial/` first, one by one, and from there to their places in that
@@ -208,7 +208,7 @@ class AdapterWork(Work[AnyReport]):
 
     def __init__(self, target: Path, dtype: StorageType, inputs: Sequence[Path]) -> None:
         if OTHER_FORMATS.fullmatch(target.suffix):
-            raise OutputError(f"{target}: an adapter is a directory; leave {target.suffix} out")
+            raise OutputError(f"{target}: an adapter is a folder; leave {target.suffix} out")
         self.layout = Layout(target, {WEIGHTS_NAME: ()})
         self.identity = Identity("adapter")
         self.inputs = inputs

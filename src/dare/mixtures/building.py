@@ -99,7 +99,7 @@ def moe(
 def plan_mixture(mixture: Mixture, options: RunOptions) -> MixtureMerge:
     """Open the models, make the gates, and plan how all is written."""
     if mixture.output is None or not is_directory_target(mixture.output):
-        raise RecipeError("output: a mixture needs a config.json; name a directory (--output PATH)")
+        raise RecipeError("output: a mixture needs a config.json; name a folder (--output PATH)")
     given = list(dict.fromkeys(expert.model for expert in mixture.all_experts))
     pickles = {"allow_pickle": mixture.allow_pickle}
     asked = Recipe(base=mixture.base, models=given, on_mismatch="base", **pickles)

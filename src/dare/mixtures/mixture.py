@@ -34,7 +34,7 @@ Prompts = Annotated[tuple[str, ...], Before(as_tuple)]
 class Expert(Strict):
     """A model whose MLPs become one expert of every layer."""
 
-    model: AnyPath = described("A fine-tune of the base: file, directory or adapter.")
+    model: AnyPath = described("A fine-tune of the base: file, folder or adapter.")
     prompts: Prompts = described("Prompts of the kind that it should answer.", ())
     negative_prompts: Prompts = described("Prompts that other experts should answer.", ())
     residual_scale: Finite = described("Factor on what it adds to the stream.", 1.0)
@@ -61,7 +61,7 @@ class Mixture(Strict):
     gates: GateKind = described("How gates are made.", "hidden")
     seed: int = described("Seed of random gates and of noise.", 42, ge=0)
     dtype: WeightType = described("Storage type; default: the base's.", None)
-    output: AnyPath | None = described("The directory of the mixture.", None)
+    output: AnyPath | None = described("The folder of the mixture.", None)
     shard_size: Size | None = described("Largest output file, such as 5GB.", None)
     allow_pickle: bool = described("Also read pytorch_model.bin, weights only.", False)
     output_digest: str | None = described("Digest that the weights must have.", None)

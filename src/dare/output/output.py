@@ -8,10 +8,10 @@ died. The target's name appears when everything is in place.
 `SoleWriter` opens the journal for a process that makes the whole output; if several processes share
 it, classes in `dare.run.slices` do this.
 
-A directory gets its name in one step: by a rename, or by exchanging names with the directory that
+A folder gets its name in one step: by a rename, or by exchanging names with the folder that
 it replaces, so that the name always leads somewhere. A file follows its manifest. If a process dies
 in between, the journal identifies the leftovers, and the next run removes them. In a replaced
-directory only the files that its manifest names are deleted.
+folder only the files that its manifest names are deleted.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ def _replaced(target: Path) -> Iterator[Path]:
 
 
 def remove_output(folder: Path) -> None:
-    """Remove the files of a directory that its manifest names, and the manifest last."""
+    """Remove the files of a folder that its manifest names, and the manifest last."""
     if not any(folder.iterdir()):
         folder.rmdir()
         return

@@ -422,7 +422,7 @@ def is_hub_name(path: Path) -> bool:
 def short_name(path: str | os.PathLike[str]) -> str:
     """Return the last part of a path; for a folder of the hub's cache, the name on the hub.
 
-    A `model.safetensors` has the name of its directory.
+    A `model.safetensors` has the name of its folder.
 
     >>> short_name("/home/me/models/math"), short_name("~/base.safetensors")
     ('math', 'base.safetensors')

@@ -1,4 +1,4 @@
-"""The files that a model needs besides its weights, in an output directory, and its card.
+"""The files that a model needs besides its weights, in an output folder, and its card.
 
 The card says what the model is, what it was made from and how. Its text depends on the recipe, the
 inputs and the figures of the merge, not on the time, the machine or the folder.
@@ -59,7 +59,7 @@ _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 
 
 def with_sidecars(planned: Plan, inputs: Inputs) -> Plan:
-    """Add to a plan the files beside the weights, if the output is a directory."""
+    """Add to a plan the files beside the weights, if the output is a folder."""
     recipe, aligned = planned.recipe, inputs.aligned
     chosen = 0 if recipe.copy_from is None else recipe.number_of(recipe.copy_from, "copy_from")
     layout, home = planned.layout, inputs.folders[chosen]

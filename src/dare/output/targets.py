@@ -152,7 +152,7 @@ def check_replaceable(layout: Layout) -> None:
     if target.is_symlink():
         raise OutputError(f"{target}: is a link, and links are not replaced; give its target")
     if layout.is_directory != target.is_dir():
-        raise OutputError(f"{target}: is {'no' * layout.is_directory or 'a'} directory; rename it")
+        raise OutputError(f"{target}: is {'no' * layout.is_directory or 'a'} folder; rename it")
     if layout.is_directory:
         _check_folder(target)
         return
@@ -314,7 +314,7 @@ def _is_as_written(file: Path, digests: Collection[str]) -> bool:
 
 
 def written_files(folder: Path) -> set[Path]:
-    """Return the files of an output directory that its manifest lists, and the manifest."""
+    """Return the files of an output folder that its manifest lists, and the manifest."""
     try:
         names = read_sealed(folder / MANIFEST_NAME)["files"]
     except InputError as error:

@@ -38,7 +38,7 @@ from dare.tensors.dtypes import StorageType
 from dare.tensors.header import Described, TensorInfo, build_header, stored_elements
 from dare.tensors.mask import LATER_DRAWS_VERSION, MASK_VERSION
 
-# Endings of files, so that nobody expects a directory of that name.
+# Endings of files, so that nobody expects a folder of that name.
 OTHER_FORMATS = re.compile(
     r"\.(safetensors|gguf|ggml|bin|pt|pth|ckpt|pkl|pickle|onnx|tflite|h5|hdf5|keras|msgpack|np[yz]"
     r"|zip|tar|t?gz|json|toml|ya?ml|html|txt|md|csv)",
@@ -52,7 +52,7 @@ _SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 class Layout:
     """The files of an output and the tensors in each, in order."""
 
-    target: Path  # the name the finished output gets: that of a file, or of a directory
+    target: Path  # the name the finished output gets: that of a file, or of a folder
     files: Mapping[str, tuple[Described, ...]]
     scratch: Path | None = field(default=None, kw_only=True)  # folder for a store's output
     recoding: Recoding | None = field(default=None, kw_only=True)  # if not plain safetensors
@@ -65,7 +65,7 @@ class Layout:
         is_plain = self.recoding is None and ending != ".safetensors"
         if is_plain and OTHER_FORMATS.fullmatch(ending):
             raise OutputError(
-                f"{self.target}: cannot be written as {ending}; name a directory (without "
+                f"{self.target}: cannot be written as {ending}; name a folder (without "
                 f"{ending}) or a file that ends with .safetensors; merges can also be .gguf"
             )
         if self.is_on_hub:
@@ -145,7 +145,7 @@ def _check_repository(target: Path) -> None:
 
 
 def is_directory_target(target: Path) -> bool:
-    """Say whether an output of this name is a directory."""
+    """Say whether an output of this name is a folder."""
     return target.suffix not in (".safetensors", ".gguf")
 
 
@@ -165,9 +165,9 @@ def lay_out(
     ordered = sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0]))
     if not is_directory_target(target):
         if shard_size is not None:
-            raise RecipeError(f"shard_size makes several files; {target} is one: give a directory")
+            raise RecipeError(f"shard_size makes several files; {target} is one: give a folder")
         if any(stems):
-            raise OutputError(f"{target}: a pipeline is several models; name a directory")
+            raise OutputError(f"{target}: a pipeline is several models; name a folder")
         return Layout(target, {target.name: tuple(ordered)}, **more)
 
     models: dict[str, list[Described]] = {prefix: [] for prefix in stems}
@@ -376,8 +376,8 @@ class PlanData:
     warnings: tuple[Notice, ...]
     layout: Layout | None  # None when the result stays in memory
     notes: tuple[Notice, ...] = ()  # changes that were made so that the inputs fit together
-    sidecars: Sidecars | None = None  # files that go beside the weights in an output directory
-    base_card: Mapping[str, Any] | None = None  # fields from the base's card, for a directory
+    sidecars: Sidecars | None = None  # files that go beside the weights in an output folder
+    base_card: Mapping[str, Any] | None = None  # fields from the base's card, for a folder
     measured: str = ""  # Markdown for the card: what the output scored, if that is known
     scores: tuple[Mapping[str, Any], ...] = ()  # the same, as results of a `model-index`
     options: RunOptions = USUAL

@@ -242,7 +242,7 @@ def _read_entries(given: Sequence[Any], kind: type[_Entry], shown: str) -> list[
 def _read_entry(table: object, kind: type[_Entry], where: str) -> _Entry:
     """Build an entry of a list: keys that are parameters go into its `settings`."""
     if not isinstance(table, Mapping):
-        path = "the path of a file or directory, or " if kind is ModelEntry else ""
+        path = "the path of a file or folder, or " if kind is ModelEntry else ""
         raise RecipeError(f"{where}must be {path}a table")
     fields = set(kind.fields()) - {"settings"}
     known = fields.union(*(stage.parameters for stage in STAGES.values()))

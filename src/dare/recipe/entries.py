@@ -219,7 +219,7 @@ _WEIGHT = Parameter("weight", None, Finite)
 def as_path(value: object) -> Path:
     """Return a path, with ~ expanded."""
     if not isinstance(value, str | PathLike):
-        raise ValueError("must be the path of a file or directory")
+        raise ValueError("must be the path of a file or folder")
     try:
         return to_path(value).expanduser()
     except (RuntimeError, RecipeError) as error:  # ~somebody who is not there; nothing
@@ -285,13 +285,13 @@ class Entry(Strict):
 
 
 class ModelEntry(Entry):
-    """One fine-tune: its file or directory, its share, and what is different for it.
+    """One fine-tune: its file or folder, its share, and what is different for it.
 
     >>> ModelEntry(file="math.safetensors", weight=0.5, settings={"drop_rate": 0.8}).weight
     0.5
     """
 
-    file: AnyPath = described("A safetensors file, or a directory that holds the model.")
+    file: AnyPath = described("A safetensors file, or a folder that holds the model.")
     weight: Weight = described("Its share; the default depends on the method.", None)
     seed: int | None = described("Its seed, in place of seed + i.", None, ge=0)
     range: Span | None = described(

@@ -107,7 +107,7 @@ class Recipe(AppliedSettings, Strict):
         "The fine-tunes to merge."
     )
     output: AnyPath | None = described(
-        "Where the merged model goes: a directory, NAME.safetensors or NAME.gguf.",
+        "Where the merged model goes: a folder, NAME.safetensors or NAME.gguf.",
         None,
         SAME_WEIGHTS,
     )
@@ -168,7 +168,7 @@ class Recipe(AppliedSettings, Strict):
         "Pad embedding and head with zeros to this multiple.", None, gt=0, le=1 << 16
     )
     copy_from: str | None = described(
-        "The model whose config and tokenizer an output directory gets.", None, SAME_WEIGHTS
+        "The model whose config and tokenizer an output folder gets.", None, SAME_WEIGHTS
     )
     chat_template: str = described(
         "auto, a model's or a template's name, a file, or the template itself.",
@@ -186,7 +186,7 @@ class Recipe(AppliedSettings, Strict):
         "Count elements whose |δ| exceeds this, and warn.", 0.002, SAME_WEIGHTS, ge=0
     )
     shard_size: Size | None = described(
-        "Largest output file, such as 5GB; the output is then a directory.", None, SAME_WEIGHTS
+        "Largest output file, such as 5GB; the output is then a folder.", None, SAME_WEIGHTS
     )
     input_digests: Annotated[tuple[str, ...] | None, Before(as_tuple)] = described(
         "Digests that the inputs must have, base first; see the manifest.", None, NOT_RECORDED
@@ -258,7 +258,7 @@ class Recipe(AppliedSettings, Strict):
 
     @property
     def named(self) -> dict[str, Path]:
-        """Everything that it names as a base or a model: files, directories and its merges."""
+        """Everything that it names as a base or a model: files, folders and its merges."""
         inner = (*self.merges.values(), *self.layers)
         files = [self.base, *(entry.file for entry in self.models)]
         files += (file for recipe in inner for file in recipe.merged_models)
@@ -277,7 +277,7 @@ class Recipe(AppliedSettings, Strict):
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """All files and directories that it reads: models, and gathered files."""
+        """All files and folders that it reads: models, and gathered files."""
         inner = (f for recipe in (*self.merges.values(), *self.layers) for f in recipe.inputs)
         gathered = [self.gathered] if self.gathered else []
         files = dict.fromkeys((*self.merged_models, *inner, *gathered))
@@ -285,7 +285,7 @@ class Recipe(AppliedSettings, Strict):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All files and directories that it names."""
+        """All files and folders that it names."""
         return self.inputs if self.output is None else (*self.inputs, self.output)
 
     def to_toml(self) -> str:

@@ -264,7 +264,7 @@ class _Live:
         base = resolve(recipe.base, verbose=False).path
         if load_model is None and not base.is_dir():
             raise RecipeError(
-                f"{recipe.base}: is a file, but transformers builds a model from a directory; "
+                f"{recipe.base}: is a file, but transformers builds a model from a folder; "
                 "define load_model(base) in the evaluator's file, or take `tensors` instead"
             )
         self.candidate = (load_model or load_live)(base)
@@ -281,7 +281,7 @@ class _Live:
 
 
 class _OnDisk:
-    """A directory if the base is one, otherwise a file; it is in a temporary folder."""
+    """A folder if the base is one, otherwise a file; it is in a temporary folder."""
 
     names: Sequence[str] = ()
 

@@ -248,7 +248,7 @@ def begins_with(file: Path, mark: bytes) -> bool:
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether a path is a directory; raise InputError if nobody can say."""
+    """Return whether a path is a folder; raise InputError if nobody can say."""
     try:
         return path.is_dir()
     except OSError as error:
@@ -263,7 +263,7 @@ def is_there(path: Path) -> bool:
 
 
 def list_names(directory: Path) -> list[str]:
-    """List the names in a directory, in order."""
+    """List the names in a folder, in order."""
     check_inside(directory)
     try:
         return sorted(path.name for path in directory.iterdir())
