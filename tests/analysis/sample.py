@@ -155,7 +155,7 @@ def make_advice(names: tuple[str, ...] = NAMES) -> Advice:
                 "docs/evidence.md",
                 Evidence.FAIR,
             ),
-            Suggestion("scale", 0.7, None, "Better so than at 1.", "default", Evidence.WEAK),
+            Suggestion("scale", 0.7, None, "Better so than at 1.", "default", Evidence.FAIR),
         ),
         {
             "base": "models/base.safetensors",

@@ -268,7 +268,7 @@ def test_a_spoilt_analysis_is_refused(folder, analysis, change, message):
     analysis.write_text(json.dumps(kept))
     found = dare("advise", analysis)
     assert (found.status, message in found.err) == (1, True)
-    longest = 300 * "é"  # which no file can be called
+    longest = 200 * "é"  # which no file can be called
     analysis.write_text(json.dumps(document | {"base": longest}))
     advised = dare_succeeds("advise", analysis, "--quiet").out
     assert tomllib.loads(advised)["base"] == longest

@@ -131,6 +131,7 @@ def test_verify_as_json_has_one_entry_for_each_output(merged, folder):
         "bytes_checked": sum(values.nbytes for values in base_arrays().values()),
         "sha256": verify(merged).sha256,
         "signed_by": None,
+        "unchecked_signature": None,
     }
     assert damaged["sha256"] != intact["sha256"]
     assert (damaged["ok"], damaged["path"]) == (False, "copy.safetensors")

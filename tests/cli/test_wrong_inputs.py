@@ -116,6 +116,8 @@ USAGE: dict[str, tuple[str, ...]] = {
     "-m math.safetensors -o merged.safetensors": ("UsageError", "--base missing", "--config"),
     "--quiet": ("UsageError", "--base and --models missing", "--config"),
     "verify": ("UsageError", "verify"),
+    f"{MERGE_TWO} --wait -1 --dry-run": ("UsageError", "--wait -1", "0 or more"),
+    f"{MERGE_TWO} --wait nan": ("UsageError", "--wait nan", "0 or more"),
     f"{MERGE_TWO} --drop-rat 0.5": ("UnknownOptionError", "--drop-rat", "`dare merge --help`"),
     "methods ties a 'c d'": ("UnusedCliTokensError", ": a 'c d'", "`dare methods --help`"),
     "base.safetensors '' code.safetensors -o x": ("UsageError", "empty", "variable"),
@@ -141,7 +143,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
     f"{MERGE_TWO} --max-memory 1k": ("max_memory = 1.0 kB: ", "22.025 MB"),
     f"{MERGE_TWO} --on-integer-mismatch bas": ("on_integer_mismatch = 'bas': must be", "'base'?"),
     f"{MERGE_TWO} --method nuslerp --each ro": ("each = 'ro': must be", "'row'?"),
+    f"{MERGE_TWO} --slice 4/3 --dry-run": ("'4/3'", "NUMBER/OF"),
     f"{MERGE_TWO} --shard-size 5GB": ("shard_size", "merged.safetensors", "folder"),
+    f"plan {'x' * 5000} y": ("xxx…: ", "5,000 characters", "shorten"),
     "methods tie": ("tie: ", "'ties'", "dare methods"),
 }
 

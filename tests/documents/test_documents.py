@@ -85,6 +85,8 @@ def test_a_terminal_shows_what_decides():
     text = printed(sample())
     for piece in ("No defect found  2 models onto base", "take the average", "dare recipe.toml"):
         assert piece in text
+    (header,) = (line for line in text.splitlines() if " verdict" in line)
+    assert header.split() == ["model", "change", "verdict", "change"]  # the last is that of bars
     assert "equal to the base" in text
     assert "Trials" not in text
     assert "\x1b[2J" not in text

@@ -544,6 +544,16 @@ def test_a_gguf_without_a_head_is_tied(pair, tmp_path):
     np.testing.assert_allclose(out["lm_head.weight"], out["model.embed_tokens.weight"], rtol=1e-5)
 
 
+def test_a_folder_from_a_gguf_base_says_whom_to_copy_the_configuration_from(pair, tmp_path):
+    base = tmp_path / "base.gguf"
+    dare.merge(base=pair / "base", models=[], method="passthrough", output=base, verbose=False)
+    given = {"base": base, "models": [pair / "tuned"], "output": tmp_path / "out"}
+    found = {notice.code: notice.remedy for notice in dare.plan(**given).warnings}
+    assert "--copy-from tuned" in found["no_configuration"]
+    dare.merge(**given, copy_from="tuned", method="linear", verbose=False)
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
+
+
 # ---------------------------------------------------------------- what does not go together
 
 

@@ -148,7 +148,10 @@ def test_the_other_program_verifies_what_is_signed_here(models, keys, name):
     assert json.loads(made.to_json())["signature"] == str(made.signature)
     found = dare.verify(output, signer=keys / "mine.pem")
     assert (found.ok, found.signed_by) == (True, str(keys / "mine.pem"))
-    assert dare.verify(output).signed_by is None
+    unasked = dare.verify(output)
+    assert (unasked.signed_by, unasked.unchecked_signature) == (None, str(made.signature))
+    assert f"dare verify {name} --signer" in dict(unasked.document().facts)["signature"]
+    assert (found.unchecked_signature, "signature" in dict(found.document().facts)) == (None, False)
     check = ("verify", "key", output, "--signature", made.signature, "--public_key")
     assert model_signing(*check, keys / "mine.pem")
     assert not model_signing(*check, keys / "other.pem")

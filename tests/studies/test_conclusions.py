@@ -6,8 +6,9 @@ import pytest
 import study_sample as sample
 from study_sample import of_items
 
+from dare.documents.document import Tone
 from dare.studies.conclusions import conclude
-from dare.studies.document import holdout_text
+from dare.studies.document import headline, holdout_text
 from dare.studies.results import (
     Conclusion,
     Estimate,
@@ -426,9 +427,61 @@ def test_tasks_stand_beside_the_base_the_best_single_model_at_each_and_the_avera
     assert changes == [(12, "better"), (-20, "worse"), (4, "no clear difference")]
 
 
+def test_a_task_that_a_merge_has_lost_is_noticed():
+    baselines = [
+        baseline("math alone", of_tasks(add=98, sort=0)),
+        baseline("code alone", of_tasks(add=1, sort=20)),
+    ]
+    data = study([trial(0, {"scale": 2.0}, of_tasks(add=1, sort=99))], baselines)
+    (lost,) = (found for found in conclude(data).notices if found.code == "task_lost")
+    assert all(word in lost.text for word in ("add", "97.0 points", "math alone"))
+    assert "sort" not in lost.text
+    assert "--guard" in lost.remedy
+    kept = [trial(0, {"scale": 2.0}, of_tasks(add=98, sort=99))]
+    assert not mentions(conclude(study(kept, baselines)), "task_lost")
+    alone = [*baselines, baseline("other alone", of_tasks(add=50, sort=100))]
+    answer = conclude(study([], alone))  # of a model alone, nobody expects everything
+    assert (answer.best.baseline, mentions(answer, "task_lost")) == ("other alone", False)
+
+
+def bits(value):
+    return of_items({f"text/{n}": value + 0.01 * (n % 5) for n in range(50)})
+
+
+def test_a_loss_of_bits_is_noticed_without_points():
+    baselines, more = [baseline("math alone", bits(0.5))], {"objective": {"text": -1.0}}
+    held = (trial(0, {"scale": 2.0}, bits(0.9), name="winner"), *baselines)
+    data = study([trial(0, {"scale": 2.0}, bits(0.4))], baselines, holdout=held, **more)
+    assert mentions(conclude(data), "task_lost", "text lost 0.40 against math alone")
+
+
+@pytest.mark.parametrize(
+    ("alone", "base", "said"),
+    [
+        (58, 20, "not shown to be better than math alone"),
+        (20, 62, "not shown to be better than the base"),
+        (59, 61, "not shown to be better than the base"),  # the better of the two
+        (90, 20, "worse than math alone"),
+        (20, 30, None),
+    ],
+)
+def test_the_answer_says_what_a_merge_is_not_shown_to_be_better_than(alone, base, said):
+    baselines = [baseline("math alone", right(20)), baseline("base", right(10))]
+    held = (WON, baseline("math alone", right(alone)), baseline("base", right(base)))
+    data = study(rates(90), baselines, holdout=held)
+    title, tone, sure = headline(data, conclude(data))
+    assert title.startswith("Merge math and code")
+    assert (said or "Merge") in title
+    assert ("held-out" in title, tone is Tone.GOOD) == (said is not None, said is None)
+    assert ("beyond chance" in sure) == (said is None)
+    chosen = study(rates(90), [baseline("math alone", right(88))])  # nothing is held out
+    title, *_ = headline(chosen, conclude(chosen))
+    assert ("than math alone" in title, "held-out" in title) == (True, False)
+    broken = study(rates(90), [baseline("math alone", right(88))], guards=("add:min:0.89",))
+    assert headline(broken, conclude(broken))[0] == "Merge math and code"
+
+
 def test_fewer_bits_are_a_gain_and_an_error_is_no_share():
-    def bits(value):
-        return of_items({f"text/{n}": value + 0.01 * (n % 5) for n in range(50)})
 
     baselines = [baseline("math alone", bits(0.9)), baseline("code alone", bits(0.8))]
     data = study([trial(0, {"scale": 2.0}, bits(0.5))], baselines, objective={"text": -1.0})

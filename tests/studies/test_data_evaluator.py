@@ -391,6 +391,10 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     assert search(*asked, "--json") == 0
     out, err = capsys.readouterr()
     assert re.search(r"\nsums: .*\n +example +'\d+ ='\n +expected +'.'\n +answered +''\n", err)
+    chosen = len(read_tasks([Path("words.jsonl")])[0].ids(held_out=False)[:20])
+    assert f"  base      answers 0 of {chosen} right\n" in err
+    assert [line.count("case") for line in err.splitlines() if "to choose by" in line] == [1, 1]
+
     document = json.loads(out)
     result = read_result(Path("merged.study.db"))
     assert document["answer"] == str(result)
@@ -407,7 +411,7 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     held = [len(task.ids(True)) for task in read_tasks([Path("sums.jsonl"), Path("words.jsonl")])]
     assert [first.items, second.items] == held
     assert {trial.state for trial in result.data.trials} <= {State.DONE, State.STOPPED}
-    best = tomllib.loads(Path("best.toml").read_text())
+    best = tomllib.loads(Path("merged.best.toml").read_text())
     assert best["method"] == result.best.method
     card = Path("merged/README.md").read_text()
     rows = [line for line in card.splitlines() if line.startswith(("| sums ", "| words "))]
@@ -428,3 +432,9 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     assert search(*asked, "--overwrite", "--quiet") == 0
     again = read_result(Path("merged.study.db"))
     assert (len(again.data.all_trials), again.conclusion) == (scored, result.conclusion)
+    # Elsewhere, under the same name: the study has the scores of the card.
+    assert search(*asked[:-1], "elsewhere/merged") == 0
+    last = capsys.readouterr().out.split("\n")[-3:]
+    assert ["merged.best.toml" in last[0], "elsewhere/merged" in last[1]] == [True, True]
+    assert rows[0] in Path("elsewhere/merged/README.md").read_text()
+    assert len(read_result(Path("merged.study.db")).data.all_trials) == scored

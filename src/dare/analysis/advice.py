@@ -64,8 +64,6 @@ class Evidence(StrEnum):
     """It follows from what was measured."""
     FAIR = "fair"
     """Published experiments agree on it."""
-    WEAK = "weak"
-    """A rule of thumb, or experiments that disagree."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class Advice(Shown):
         if not self.recipe:
             return Document("Do not merge these models", tone=Tone.POOR, **known)
         recipe = in_our_form(self.recipe)
-        hint = "Save it as recipe.toml; to measure: dare search recipe.toml --data math.jsonl"
+        hint = "Save it as recipe.toml; to measure: dare search recipe.toml --data YOUR.jsonl"
         return Document(
             title=f"Advice for {counted(len(recipe['models']), 'model')}: {recipe['method']}",
             code=Code("The recipe", "recipe", write_toml(recipe), hint),

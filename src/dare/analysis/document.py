@@ -186,7 +186,7 @@ def _recipe(advice: Advice) -> Code | None:
     if not advice.recipe:
         return None
     without = f"It leaves out {listed(advice.left_out)}. " if advice.left_out else ""
-    hint = f"{without}Save it as recipe.toml; to measure: dare search recipe.toml --data math.jsonl"
+    hint = f"{without}Save it as recipe.toml; to measure: dare search recipe.toml --data YOUR.jsonl"
     return Code("The recipe", "recipe", write_toml(advice.recipe), hint, advice.command)
 
 

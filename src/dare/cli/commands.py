@@ -80,15 +80,17 @@ def merge(
     from dare.run.merging import Merge
     from dare.run.slices import run_slice
 
+    if part is not None and not resume:
+        remedy = "delete the folder OUTPUT.partial to start over"
+        raise UsageError(f"--slice and --no-resume given: leave one out, or {remedy}")
+    if not wait >= 0:
+        raise UsageError(f"--wait {wait:g}: must be 0 or more seconds")
+    if part is not None:
+        Slice.parse(part)  # before anything is read
     asked = _read_request(paths, flags, verbose=verbose, quiet=quiet)
     facts = _conversion_facts(paths, flags)
     if dry_run:
         return _show_plan(asked, facts, json=json, quiet=quiet)
-    if part is not None and not resume:
-        remedy = "delete the folder OUTPUT.partial to start over"
-        raise UsageError(f"--slice and --no-resume given: leave one out, or {remedy}")
-    if part is not None:
-        Slice.parse(part)  # before anything is read
     console = make_console(json=json, quiet=not asked.options.verbose)
     planned = api.plan_to_run(asked, overwrite=overwrite)
     how: dict[str, Any] = {"overwrite": overwrite}

@@ -90,7 +90,7 @@ def search(
     *paths: Inputs,
     question: Question | None = None,
     means: Means | None = None,
-    write: Annotated[Path, Flag(group=RUN, takes_dashes=True)] = Path("best.toml"),
+    write: Annotated[Path | None, Flag(group=RUN, takes_dashes=True)] = None,
     html: RunPath = None,
     live: RunSwitch = False,
     dry_run: RunSwitch = False,
@@ -101,7 +101,7 @@ def search(
 ) -> int:
     """Search.
 
-    :param write: Where to write the recipe with the best score; - for nowhere.
+    :param write: The recipe of the best; - for none. By default OUTPUT.best.toml or best.toml.
     :param html: Also write the study as a page.
     :param live: Show the study as a page while it runs, at a local address.
     :param dry_run: Check the settings and count the trials.
@@ -121,8 +121,10 @@ def search(
     asked |= {"over": dict(map(parse_over, asked["over"] or [])), "race": asked["race"] or None}
     console = make_console(json=json, quiet=quiet)
     output = flags.get("output")
-    beside = None if place or output is None else f"{Path(output).name}.study.db"
+    name = None if output is None else Path(output).name  # also of an address
+    beside = None if place or name is None else f"{name}.study.db"
     how["study"] = study_path(place or merge, how["study"] or beside)
+    write = write or Path("best.toml" if name is None else f"{name}.best.toml")
     if dry_run:
         checked = make_search(merge, how["study"], **asked)
         trials = counted(checked.planned, "trial")
@@ -142,7 +144,7 @@ def search(
         result = run_search(merge, **asked, **how, verbose=not quiet)
     print_document(console, result.document())
     if str(write) != "-":
-        console.print(_write_best(result, write))
+        console.print(_write_best(result, write, is_merged=output is not None))
     if output is not None and result.best is not None:
         best = Request(result.best, merge.options)
         with catch_warnings(action="ignore", category=DareWarning):  # its card has them
@@ -245,7 +247,7 @@ def best(
     return DONE
 
 
-def _write_best(result: SearchResult, path: Path) -> str:
+def _write_best(result: SearchResult, path: Path, *, is_merged: bool) -> str:
     from dare.output.targets import write_file
     from dare.stores.locations import usual_output
 
@@ -256,6 +258,8 @@ def _write_best(result: SearchResult, path: Path) -> str:
         write_file(path, result.to_toml().encode(), "recipe", overwrite=True)
     except OutputError as error:
         return f"The best recipe was not written: {error}"
+    if is_merged:
+        return f"The best recipe is {path}"
     output = Path(str(result.best.output or usual_output(result.best.base)))
     place = f" --output {path.stem}{output.suffix}" if output.exists() else ""
     return f"The best recipe is {path}; run it with `dare {path}{place}`"

@@ -317,7 +317,7 @@ def outcome(result: DemoResult, conclusion: str) -> Document:
         rates = Table(
             ("drop rate", *(f"{curve.name} >" for curve in result.curves)),
             tuple((f"{at[0][0]:g}", *(f"{figure.mean:.1f}" for _, figure in at)) for at in points),
-            title="Right answers over drop rates, in %; the bars show the first column",
+            title="Right answers over drop rates, in %",
             bars=tuple(at[0][1].mean for at in points),
             optional=(BARS,),
         )

@@ -204,7 +204,10 @@ def lay_out(table: Table, console: Console, names: Names) -> tuple[list[Column],
     gap = " " * (BETWEEN - is_crowded)
     if bars:
         drawn = [draw_bar(bars[n] / 100, BAR_CELLS, solid=solid) for n in range(len(cells))]
-        found.append(Column([("", ""), *((bar, "blue") for bar in drawn)], BAR_CELLS, is_cut=True))
+        header = next(h for h, is_number in zip(headers, are_numbers, strict=True) if is_number)
+        found.append(
+            Column([(header, "dim"), *((bar, "blue") for bar in drawn)], BAR_CELLS, is_cut=True)
+        )
     _fit(found, console.width - 2 - len(gap) * (len(found) - 1))
     return found, gap
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from dare.inputs.directory import resolve_inside
 from dare.inputs.hub import resolve
 from dare.inputs.lora import looks_like as looks_like_adapter
 from dare.inputs.shards import INDEX_NAME, SINGLE_NAME
-from dare.inputs.signatures import FOLDER_SIGNATURE, PROBLEMS, check_signature
+from dare.inputs.signatures import FOLDER_SIGNATURE, PROBLEMS, check_signature, signature_path
 from dare.inputs.sources import FileSource, Raw, open_source
 from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
@@ -65,6 +66,8 @@ class Verification(Shown):
     """The SHA-256 of all tensors' bytes in order of name; merged models only, if asked for."""
     signed_by: str | None = None
     """The key or certificate that its signature fits, if one was asked for."""
+    unchecked_signature: str | None = None
+    """Its signature, if it has one and no signer was named, so that it was not checked."""
 
     @property
     def ok(self) -> bool:
@@ -82,6 +85,9 @@ class Verification(Shown):
         if not {problem.code for problem in self.problems} - PROBLEMS:
             bad = "Not as signed" if self.signed_by else "Not signed as asked"
         known = {"SHA-256 of the weights": self.sha256, "signed by": self.signed_by}
+        if self.unchecked_signature is not None:
+            how = f"dare verify {shlex.quote(str(self.path))} --signer PUBLIC_KEY_OR_CERTIFICATE"
+            known["signature"] = f"{self.unchecked_signature} was not checked; to check it: {how}"
         return Document(
             title="Intact" if self.ok else bad,
             kind="verification",
@@ -121,7 +127,10 @@ def verify(
             raise
         outcome = Verification(path, (), 0, 0)
     if signed is None:
-        return replace(outcome, path=shown)
+        place = None if is_stored(path) else signature_path(path)
+        is_signed = place is not None and place.is_file()
+        unchecked = str(place) if is_signed else None
+        return replace(outcome, path=shown, unchecked_signature=unchecked)
     problems = (*signed.problems, *outcome.problems)
     by = None if signed.signer is None else str(signed.signer)
     return replace(outcome, path=shown, problems=problems, signed_by=by)

@@ -31,6 +31,7 @@ from dare.stores.addresses import STORES, Access, Address, grant_access, without
 
 __all__ = ["StorePath", "home_folder", "to_path", "without_credentials"]
 
+MOST_OF_NAME, MOST_OF_PATH = 255, 4000  # characters; no system takes more
 _ADDRESS = re.compile(rf"({'|'.join(STORES)}):/{{1,2}}(?!/)", re.IGNORECASE)
 
 
@@ -100,7 +101,11 @@ def to_path(place: str | os.PathLike[str]) -> Path:
         raise RecipeError("a path is empty; name a file or folder (is a variable unset?)")
     found = _ADDRESS.match(text) if isinstance(text, str) else None
     if found is None:
-        return Path(text)
+        path = Path(text)
+        if len(text) > MOST_OF_PATH or max(map(len, path.parts), default=0) > MOST_OF_NAME:
+            short = f"{text[:40]}…: the path has {len(text):,} characters, too many for this system"
+            raise RecipeError(f"{short}; shorten it (is it the content of a file?)")
+        return path
     scheme, rest = found[1].lower(), text[found.end() :]
     check_inside(StorePath(f"{scheme}://{without_credentials(rest)}"))
     if not STORES[scheme].is_web:

@@ -22,6 +22,7 @@ from dare.studies.judging import Guard, Judge, Objective, Scores
 from dare.studies.results import (
     ALONE,
     NOT_COMPARED,
+    NOT_MERGED,
     Conclusion,
     Contender,
     Difference,
@@ -36,7 +37,9 @@ from dare.studies.results import (
 )
 from dare.studies.space import PLAN, is_random
 from dare.studies.statistics import (
+    BETTER,
     NO_DIFFERENCE,
+    NOT_KNOWN,
     WORSE,
     resample,
     sounds_like_an_error,
@@ -75,15 +78,17 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     tied = [n for n in tied if comparison.digests(n) != comparison.digests(best)]
     shown = [*[n for n in settings if n != best][:1], *(n for n in rest if n != best)]
     holdout, held, on_holdout = _holdout(data, comparison, results[best])
+    tasks = tuple(_tasks(comparison, held or comparison, 0 if held else best))
     return replace(
         found,
         best=results[best],
         against=tuple(differences[n] for n in shown),
         tied=tuple(results[n] for n in tied),
         holdout=holdout,
-        tasks=tuple(_tasks(comparison, held or comparison, 0 if held else best)),
+        tasks=tasks,
         notices=(
             *on_holdout,
+            *([] if results[best].role in NOT_MERGED else _loss_notices(tasks)),
             *([] if data.sampler == PLAN else _seed_notices(data, entries[best])),
             *_selection_notices(comparison, found.noise, data),
             *found.notices,
@@ -244,7 +249,29 @@ def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[T
         yield TaskScores(task, table.items, is_share, base, alone, average, mine, name, change)
 
 
+def change_text(task: TaskScores) -> str:
+    """Return a task's gain or loss against the best single model, and if it may be chance."""
+    if task.change is None:
+        return ""
+    value, found = task.change.estimate.value, task.change.verdict
+    size = f"{100 * abs(value):.1f}" if task.is_share else f"{abs(value):.2f}"
+    if found in (BETTER, WORSE):
+        return f"{'won' if found == BETTER else 'lost'} {size}{' points' * task.is_share}"
+    return f"{'-' if value < 0 else '+'}{size}{', not clear' * (found != NOT_KNOWN)}"
+
+
 # ------------------------------------------------------------------------------------- notices
+
+
+def _loss_notices(tasks: Iterable[TaskScores]) -> Iterator[Notice]:
+    """Say at which tasks a merge is worse than the best single model, beyond chance."""
+    losses = [
+        f"{task.name} {change_text(task)} against {task.change.other}"
+        for task in tasks
+        if task.name and task.change is not None and task.change.verdict == WORSE
+    ]
+    if losses:
+        yield notice("task_lost", losses=listed(losses))
 
 
 def _holdout_notices(comparison: _Comparison, holdout: Holdout) -> Iterator[Notice]:

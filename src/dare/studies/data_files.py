@@ -410,8 +410,9 @@ def _patterns(file: Path, rows: list[Row]) -> list[dict[str, Any]]:
 def _comparison(examples: Sequence[TaskExample]) -> str:
     numbers = [all(map(_number, example.values["answers"])) for example in examples]
     way = "as numbers" if all(numbers) else "as texts or numbers" if any(numbers) else "as texts"
+    case = "" if all(numbers) else "; upper and lower case count as the same"
     several = any(len(example.values["answers"]) > 1 for example in examples)
-    return f", compared {way}{'; any of several is right' if several else ''}"
+    return f", compared {way}{case}{'; any of several is right' if several else ''}"
 
 
 def is_right(values: Mapping[str, Any], output: str) -> bool:

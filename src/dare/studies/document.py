@@ -41,7 +41,7 @@ from dare.recipe.entries import write_toml
 from dare.recipe.recipe import Recipe
 from dare.recipe.settings import INCLUDE
 from dare.stores.locations import usual_output
-from dare.studies.conclusions import conclude
+from dare.studies.conclusions import change_text, conclude
 from dare.studies.figures import TEXTS, draw_figures, split_settings
 from dare.studies.results import (
     ALONE,
@@ -316,7 +316,7 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     best = conclusion.best
     if best is None:
         return f"No answer: {conclusion.failure}", Tone.POOR, ""
-    score = ""
+    score = doubt = ""
     if conclusion.tasks:
         first = conclusion.tasks[0]
         value, _, ends = score_text(first.best, is_share=first.is_share).partition(" (")
@@ -326,17 +326,38 @@ def headline(data: StudyData, conclusion: Conclusion) -> tuple[str, Tone, str]:
     top = f"No merge clearly beats {what}{score}"
     if conclusion.is_merge:
         how, title = _merge_words(data, best)
+        doubt = _doubt(conclusion)
+        title += doubt
         what = f"this merge ({how})"
         top = f"This merge ({how}) came first among the candidates{score}"
     if NOT_KNOWN in {difference.verdict for difference in conclusion.against}:
         why = ": the evaluator gave no per-item results" if has_no_items(conclusion) else ""
         return title, Tone.PLAIN, f"{top}, but that may be luck{why}."
-    if not conclusion.tied:
+    if not conclusion.tied and not doubt:
         tone, start = (Tone.GOOD if conclusion.is_merge else Tone.PLAIN), what[:1].upper()
         return title, tone, f"{start}{what[1:]} is better than all else, beyond chance{score}."
     tied = [_name_of(r) for r in sorted(conclusion.tied, key=lambda r: not r.baseline)]
     more = [f"{len(tied) - MOST_NAMED} more"] if len(tied) > MOST_NAMED else []
-    return title, Tone.FAIR, f"{top}. May be as good: {listed([*tied[:MOST_NAMED], *more])}."
+    alike = f" May be as good: {listed([*tied[:MOST_NAMED], *more])}." if tied else ""
+    return title, Tone.FAIR, f"{top}.{alike}"
+
+
+def _doubt(conclusion: Conclusion) -> str:
+    """Say that a merge is not shown to be better than the base or a model alone, if it is not."""
+    held = conclusion.holdout
+    kept = {r.short for r in conclusion.baselines if r.role in NOT_MERGED and not r.broken}
+    rivals = [
+        each
+        for each in (held.against if held else conclusion.against)
+        if each.other in kept
+        and (each.verdict in (NO_DIFFERENCE, WORSE) or each.estimate.value <= 0)
+    ]
+    if not rivals:
+        return ""
+    best = min(rivals, key=lambda each: each.estimate.value)
+    than = "worse than" if best.verdict == WORSE else "not shown to be better than"
+    where, what = "on held-out data " * bool(held), "the " * (best.other == Role.BASE)
+    return f"; {where}it is {than} {what}{best.other}"
 
 
 def _merge_words(data: StudyData, ranked: Ranked) -> tuple[str, str]:
@@ -476,9 +497,9 @@ def task_table(conclusion: Conclusion) -> Table:
         "best single >": lambda task: f"{task.alone} {cell(task.single, task)}".strip(),
         "average >": lambda task: cell(task.average, task),
         "chosen >": lambda task: cell(task.best, task),
-        "vs. best single": _change_text,
+        "vs. best single": change_text,
     }
-    tones = {_change_text(t): VERDICT_TONES[t.change.verdict] for t in conclusion.tasks if t.change}
+    tones = {change_text(t): VERDICT_TONES[t.change.verdict] for t in conclusion.tasks if t.change}
     title = "Scores, with 95% intervals (not clear: may be chance)"
     return tabulate(conclusion.tasks, columns, title=title, tones=tones, most=MOST_TASKS)
 
@@ -498,17 +519,6 @@ def score_text(estimate: Estimate, *, is_share: bool) -> str:
     if is_share:
         return f"{text} ({100 * low:.0f}–{100 * high:.0f})"
     return f"{text} ({low:.2f}{' to ' if low < 0 else '–'}{high:.2f})"
-
-
-def _change_text(task: TaskScores) -> str:
-    """Return a task's gain or loss against the best single model, and if it may be chance."""
-    if task.change is None:
-        return ""
-    value, verdict = task.change.estimate.value, task.change.verdict
-    size = f"{100 * abs(value):.1f}" if task.is_share else f"{abs(value):.2f}"
-    if verdict in (BETTER, WORSE):
-        return f"{'won' if verdict == BETTER else 'lost'} {size}{' points' * task.is_share}"
-    return f"{'-' if value < 0 else '+'}{size}{', not clear' * (verdict != NOT_KNOWN)}"
 
 
 def _differences(against: Sequence[Difference], title: str, hint: str = "") -> Table:

@@ -54,6 +54,7 @@ from dare.studies.results import (
     StudyData,
     Trial,
     group_means,
+    group_of,
     groups_of,
     key_of,
 )
@@ -212,7 +213,7 @@ def make_search(
         if not table.objective and set(signs.values()) != {1}:
             table = table.changed(objective=signs)
     if judging is None:
-        how = "--data math.jsonl code.jsonl, --eval score.py:score or 'python score.py {model}'"
+        how = "--data YOUR.jsonl, --eval score.py:score or 'python score.py {model}'"
         raise RecipeError(f"nothing scores the merges: add {how}")
     usual = None if searched else UsualMerges(recipe, str(gathered_path(study)) if tasks else None)
     if usual is not None:
@@ -445,9 +446,11 @@ class _Search:
             )
             for label in ("example", "expected", "answered"):
                 self.display.announce(f"  {label:9} {shown[label]!r}")
-            some = counted(min(chosen, PREVIEWED), "example")
-            score = value_text(scored.scores[task.name])
-            self.display.announce(f"  base      {score} on {some}")
+            right = [value for i, value in scored.items.items() if group_of(i) == task.name]
+            score = f"scores {value_text(scored.scores[task.name])} on {len(right)} examples"
+            if not {*right} - {0, 1}:
+                score = f"answers {sum(right):.0f} of {len(right)} right"
+            self.display.announce(f"  base      {score}")
         every = self._ids(held_out=False)
         each = max(scored.seconds, 1e-3) / len(previewed)
         contenders = self.request.planned + len(recipes)

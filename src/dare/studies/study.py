@@ -165,7 +165,8 @@ class Study:
             if then != given:
                 yield f"{name}: {values_text(then)} before, {values_text(given)} now"
         if len(codes) > 1:
-            yield f"{charter.evaluator}: its code changed: old and new scores cannot be compared"
+            changed = "its contents changed: old and new scores cannot be compared"
+            yield f"{charter.evaluator}: {changed}"
 
     def close(self) -> None:
         """Let others know that this process no longer works on it."""
