@@ -455,8 +455,8 @@ class _Search:
         each = max(scored.seconds, 1e-3) / len(previewed)
         contenders = self.request.planned + len(recipes)
         tries = len(recipes) + PART_SEEN * contenders  # what is held out is half as many
-        affordable = round(self._seconds / (each * tries))
-        count = min(len(every), max(affordable, LEAST_EXAMPLES * len(tasks)))
+        affordable = self._seconds / (each * tries)
+        count = round(min(len(every), max(affordable, LEAST_EXAMPLES * len(tasks))))
         per_task, rivals = count // len(tasks), round(PART_SEEN * contenders)
         visible = 100 * visible_difference(per_task, rivals, tasks=len(tasks))
         needed = items_needed(0.05, rivals, tasks=len(tasks))
