@@ -7,6 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import pytest
 from scipy.stats import spearmanr
 
 import dare
+from dare.api import make_request
 from dare.cli import main
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
 from dare.studies.data_files import read_tasks
 from dare.studies.document import read_result
 from dare.studies.evaluators import examples, open_scorer
-from dare.studies.results import State
+from dare.studies.results import Scored, State, group_means
+from dare.studies.searching import SearchProgress, _Search, make_search
+from dare.studies.study import Study
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -384,6 +388,32 @@ def folder() -> None:
 
 def search(*more: str) -> int:
     return main(["search", *more, "--minutes", "0.01"])
+
+
+class Guess:
+    """A scorer of answers that are not asked of a model: every third one is right."""
+
+    def make(self, recipe):
+        return ""
+
+    def preview(self, items):
+        return [dict.fromkeys(("example", "expected", "answered"), "B")]
+
+    def score(self, items):
+        right = {item: float(number % 3 == 0) for number, item in enumerate(items)}
+        return Scored(group_means(right), right)
+
+
+def test_without_a_time_limit_all_examples_are_used(tmp_path, capsys):
+    file = write([{"prompt": f"{n} >", "answer": "B"} for n in range(90)], "words")
+    merge = make_request(base="base", models=["math"], method="sum")
+    request = make_search(merge, tmp_path / "s.db", over={"scale": (1, 2)}, data=[file])
+    with closing(Study(tmp_path / "s.db", request.charter)) as study:
+        _Search(request, study, SearchProgress(visible=True), 1, None)._preview(Guess())
+        assert study.note("share") == 1
+    err = capsys.readouterr().err
+    assert "base      answers 7 of 20 right\n" in err
+    assert "upper and lower case" in err.splitlines()[0]
 
 
 def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(folder, capsys):

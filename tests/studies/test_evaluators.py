@@ -660,5 +660,5 @@ def test_candidates_are_written_into_a_live_model(scorer_of, recipe, monkeypatch
     assert "the model to score could not be made: KeyError: 'model0.safetensors'" in str(error)
     assert "raise KeyError(base.name)" in error.output
     monkeypatch.delattr(sys.modules[__name__], "load_model")
-    with pytest.raises(RecipeError, match="is a file, but transformers builds a model from a folder"):
+    with pytest.raises(RecipeError, match="is a file, but transformers builds a model from a fol"):
         open_scorer(own, recipe)
