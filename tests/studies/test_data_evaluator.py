@@ -441,7 +441,7 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     held = [len(task.ids(True)) for task in read_tasks([Path("sums.jsonl"), Path("words.jsonl")])]
     assert [first.items, second.items] == held
     assert {trial.state for trial in result.data.trials} <= {State.DONE, State.STOPPED}
-    best = tomllib.loads(Path("merged.best.toml").read_text())
+    best = tomllib.loads(Path("merged.toml").read_text())
     assert best["method"] == result.best.method
     card = Path("merged/README.md").read_text()
     rows = [line for line in card.splitlines() if line.startswith(("| sums ", "| words "))]
@@ -465,6 +465,6 @@ def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(fol
     # Elsewhere, under the same name: the study has the scores of the card.
     assert search(*asked[:-1], "elsewhere/merged") == 0
     last = capsys.readouterr().out.split("\n")[-3:]
-    assert ["merged.best.toml" in last[0], "elsewhere/merged" in last[1]] == [True, True]
+    assert ["merged.toml" in last[0], "elsewhere/merged" in last[1]] == [True, True]
     assert rows[0] in Path("elsewhere/merged/README.md").read_text()
     assert len(read_result(Path("merged.study.db")).data.all_trials) == scored

@@ -462,3 +462,7 @@ def test_a_recipe_of_another_study_is_not_replaced(recipe, tmp_path, monkeypatch
     assert not Path("b.db").exists()
     assert main([*command, "a.db"]) == 0
     assert Path("best.toml").read_text() == written
+    Path("own.toml").write_text('base = "base.safetensors"\nmodels = ["math.safetensors"]\n')
+    own = ["search", "own.toml", "--eval", "score.py:score", "-o", "own", "--overwrite"]
+    assert main(own) == 2  # even then, the recipe that was given stays
+    assert "--write" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from contextlib import nullcontext
@@ -101,7 +102,7 @@ def search(
 ) -> int:
     """Search.
 
-    :param write: The recipe of the best; - for none. By default OUTPUT.best.toml or best.toml.
+    :param write: The recipe of the best; - for none. By default OUTPUT.toml or best.toml.
     :param html: Also write the study as a page.
     :param live: Show the study as a page while it runs, at a local address.
     :param dry_run: Check the settings and count the trials.
@@ -124,7 +125,9 @@ def search(
     name = None if output is None else Path(output).name  # also of an address
     beside = None if place or name is None else f"{name}.study.db"
     how["study"] = study_path(place or merge, how["study"] or beside)
-    write = write or Path("best.toml" if name is None else f"{name}.best.toml")
+    write = write or Path(f"{name or 'best'}.toml")
+    if place is not None and os.path.abspath(place) == os.path.abspath(write):
+        raise UsageError(f"{write}: the best recipe would replace this one; add --write OTHER.toml")
     if dry_run:
         checked = make_search(merge, how["study"], **asked)
         trials = counted(checked.planned, "trial")

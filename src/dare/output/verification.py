@@ -128,8 +128,7 @@ def verify(
         outcome = Verification(path, (), 0, 0)
     if signed is None:
         place = None if is_stored(path) else signature_path(path)
-        is_signed = place is not None and place.is_file()
-        unchecked = str(place) if is_signed else None
+        unchecked = str(place) if place is not None and place.is_file() else None
         return replace(outcome, path=shown, unchecked_signature=unchecked)
     problems = (*signed.problems, *outcome.problems)
     by = None if signed.signer is None else str(signed.signer)
