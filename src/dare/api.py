@@ -32,7 +32,7 @@ from dare.run.engine import execute, run, warn
 from dare.run.merging import Merge, take_sample
 from dare.run.nested import plan_inputs, plan_request
 from dare.run.slices import SliceReport, run_finish, run_slice
-from dare.stores.locations import is_stored, to_path
+from dare.stores.locations import AnyPath, is_stored, to_path
 from dare.tensors.header import TensorInfo
 
 if TYPE_CHECKING:
@@ -63,9 +63,6 @@ def load_document(path: Path, given: Mapping[str, Any] | None = None) -> dict[st
         return convert_yaml(path).recipe.to_document()
     found = find_manifest(path)
     return read_toml(path) if found is None else repeating_document(path, found, given or {})
-
-
-AnyPath = str | PathLike[str]
 
 
 class HasRecipe(Protocol):

@@ -37,6 +37,7 @@ from dare.output.receipt import Report
 from dare.recipe.recipe import Request
 from dare.stages import STAGES
 from dare.stages.dropping import Rescale
+from dare.stores.locations import AnyPath
 from dare.tensors.header import TensorInfo, show_shape
 
 __all__ = [
@@ -58,7 +59,6 @@ __all__ = [
     "ties_trim",
 ]
 
-AnyPath = str | PathLike[str]
 # Notices that only a model with a base can have.
 BESIDE_A_BASE = ("large_deltas", "unrelated", "equals_base")
 MERGE_METHODS = ("linear", "ties", "sum")

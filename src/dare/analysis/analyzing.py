@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from operator import attrgetter
-from os import PathLike
 from typing import Any, Literal, get_args
 
 from dare.analysis import tallies
@@ -65,11 +64,11 @@ from dare.run.cluster import ClusterJob, RunPiece, connect, sample_inputs, task_
 from dare.run.engine import open_for_threads
 from dare.run.threads import run_steps
 from dare.run.worker import Progress
+from dare.stores.locations import AnyPath
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_input_embedding
 from dare.tensors.system import available_cores
 
-AnyPath = str | PathLike[str]
 # The matrices whose singular values are computed: as many as are cheap, all, none.
 Spectra = Literal["auto", "all", "none"]
 

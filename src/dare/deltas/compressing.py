@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +72,7 @@ from dare.run.engine import Receipt, Work, run, warn
 from dare.run.nested import open_recipe, plan_inputs
 from dare.run.worker import MakeCoder
 from dare.stages import find_stage
-from dare.stores.locations import to_path
+from dare.stores.locations import AnyPath, to_path
 from dare.tensors.chunks import UNKNOWN, bytes_digest, model_digest, tensor_digest
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import read_beginning, read_limited
@@ -82,7 +81,6 @@ from dare.tensors.mask import MASK_VERSION, check_drop_rate
 from dare.tensors.names import is_embedding
 from dare.tensors.planes import pack
 
-AnyPath = str | PathLike[str]
 Records = Mapping[str, Sequence[Record]]  # by tensor, in order of their chunks
 # The other files of the model's folder, and their coded bytes, if the base lacks them.
 Files = Mapping[str, tuple[StoredFile, bytes]]

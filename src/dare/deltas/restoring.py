@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,11 +27,9 @@ from dare.planning.plan import Plan
 from dare.recipe.recipe import ModelEntry, Request
 from dare.run.engine import Receipt, Work, run
 from dare.stages import find_stage
-from dare.stores.locations import to_path
+from dare.stores.locations import AnyPath, to_path
 from dare.tensors.chunks import bytes_digest, tensor_digest
 from dare.tensors.header import METADATA, Header, TensorInfo, parse_header
-
-AnyPath = str | PathLike[str]
 
 
 @dataclass(frozen=True)

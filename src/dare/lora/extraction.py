@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,10 @@ from dare.lora.writing import (
 )
 from dare.output.receipt import portable_path, short_name
 from dare.run.engine import run
-from dare.stores.locations import to_path
+from dare.stores.locations import AnyPath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES, weight_type
 from dare.tensors.header import TensorInfo
 from dare.tensors.names import is_embedding, some_of
-
-AnyPath = str | PathLike[str]
 
 LEFT_OUT_SHOWN = 4
 # Reasons why tensors that no module has as they are stored cannot be in an adapter.

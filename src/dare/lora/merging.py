@@ -64,11 +64,9 @@ from dare.recipe.recipe import ModelEntry, Recipe, TensorRule
 from dare.recipe.settings import parameter_names, request_with_settings
 from dare.run.engine import draw_conclusions, execute, run
 from dare.run.nested import plan_inputs
-from dare.stores.locations import to_path
+from dare.stores.locations import AnyPath, to_path
 from dare.tensors.dtypes import STORAGE_TYPES, StorageType, weight_type
 from dare.tensors.mask import MASK_VERSION
-
-AnyPath = str | PathLike[str]
 
 # The space in which changes are merged: that of whole matrices, or the one that adapters span.
 Space = Literal["full", "core"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,9 +14,7 @@ from dare.documents.words import counted
 from dare.errors import OutputError
 from dare.inputs.signatures import count_signed, make_signature, signature_path
 from dare.output.targets import check_free, has_mark, write_file
-from dare.stores.locations import to_path
-
-AnyPath = str | os.PathLike[str]
+from dare.stores.locations import AnyPath, to_path
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dare.inputs.sources import FileSource, Raw, open_source
 from dare.output.receipt import METADATA_KEY, read_manifest
 from dare.output.sidecars import CARD_NAME
 from dare.output.targets import JOURNAL_NAME, MANIFEST_NAME, MARK_NAME, manifest_path, read_sealed
-from dare.stores.locations import is_stored, to_path
+from dare.stores.locations import AnyPath, is_stored, to_path
 from dare.tensors.chunks import (
     SEAL,
     UNKNOWN,
@@ -45,7 +45,6 @@ from dare.tensors.files import is_there, read_beginning
 from dare.tensors.header import Header, TensorInfo
 from dare.tensors.system import available_cores
 
-AnyPath = str | os.PathLike[str]
 Manifest = Mapping[str, Any]
 
 # Endings of files that people put beside a model, and that no program loads with it.

@@ -31,6 +31,8 @@ from dare.stores.addresses import STORES, Access, Address, grant_access, without
 
 __all__ = ["StorePath", "home_folder", "to_path", "without_credentials"]
 
+AnyPath = str | os.PathLike[str]
+
 MOST_OF_NAME, MOST_OF_PATH = 255, 4000  # characters; no system takes more
 _ADDRESS = re.compile(rf"({'|'.join(STORES)}):/{{1,2}}(?!/)", re.IGNORECASE)
 

@@ -30,13 +30,14 @@ from rich.progress import (
 
 from dare.analysis.advice import advise
 from dare.analysis.analyzing import analyze
-from dare.api import AnyModels, AnyPath, AnyRecipe, make_request
+from dare.api import AnyModels, AnyRecipe, make_request
 from dare.documents.notices import Notice, notice
 from dare.documents.words import counted, time_text, value_text
 from dare.errors import DareError, EvaluationError, InputError, RecipeError, printable
 from dare.recipe.options import Choices, Range, Search
 from dare.recipe.recipe import Recipe, Request
 from dare.recipe.settings import INCLUDE
+from dare.stores.locations import AnyPath
 from dare.studies.data_files import Task, read_tasks
 from dare.studies.document import SearchResult, progress_text, read_study, result_of, winners
 from dare.studies.evaluators import Scorer, check_evaluator, open_scorer, source_digest

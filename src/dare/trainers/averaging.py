@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from dare.inputs.transformers_models import trainer_callback
 from dare.lora import AdapterReport, merge_adapters
 from dare.output.output import remove_output
 from dare.output.receipt import Report
+from dare.stores.locations import AnyPath
 from dare.tensors.files import read_limited
 from dare.tensors.header import parse_json
-
-AnyPath = str | PathLike[str]
 
 CHECKPOINT, AVERAGE = "checkpoint", "ema"  # the names of folders, which end with the step
 STATE_NAME = "trainer_state.json"  # Trainer writes it last

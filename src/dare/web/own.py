@@ -53,7 +53,7 @@ from dare.recipe.entries import as_path, write_toml
 from dare.recipe.recipe import Request
 from dare.recipe.settings import moved
 from dare.run.engine import publisher_of
-from dare.stores.locations import check_inside, confine
+from dare.stores.locations import AnyPath, check_inside, confine
 from dare.web.guard import Json, TooLargeError, read_object
 from dare.web.jobs import ANALYSIS, Jobs, QueuedJob
 
@@ -66,7 +66,6 @@ RECIPES = (".toml", *api.YAML_SUFFIXES)
 MOST_ENTRIES = 500
 
 Given = Mapping[str, Any]  # the values of a request: of its query, its body and its path
-AnyPath = str | os.PathLike[str]
 
 
 class OwnModels:
