@@ -26,7 +26,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent)
@@ -134,6 +135,15 @@ def install_command(extra: str) -> str:
     "pip install '.[search]' (in your clone of the repository)"
     """
     return f"pip install '.[{extra}]' (in your clone of the repository)"
+
+
+@contextmanager
+def needed(refusal: DareError) -> Iterator[None]:
+    """Raise an error if a package that is imported inside is not installed."""
+    try:
+        yield
+    except ImportError:
+        raise refusal from None
 
 
 def no_such_file(path: Path) -> InputError:

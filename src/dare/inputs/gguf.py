@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.documents.notices import notice
-from dare.errors import HeaderError, InputError, install_command
+from dare.errors import HeaderError, InputError, install_command, needed
 from dare.inputs.sources import InputFiles, Opening, Raw
 from dare.tensors.dtypes import STORAGE_TYPES
 from dare.tensors.files import as_stream
@@ -490,10 +490,8 @@ def read_header(stream: BinaryIO, file: Path, size: int) -> Header:
 
 def import_gguf(path: Path) -> Any:
     """Return the gguf package; if it is missing, the error names the path."""
-    try:
+    with needed(InputError(f"{path}: GGUF needs a package: {install_command('gguf')}")):
         import gguf
-    except ImportError:
-        raise InputError(f"{path}: GGUF needs a package: {install_command('gguf')}") from None
     return gguf
 
 

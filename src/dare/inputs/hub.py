@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from dare.errors import InputError, install_command, printable
+from dare.errors import InputError, install_command, needed, printable
 from dare.inputs import lora
 from dare.inputs.directory import (
     CONFIGURATION,
@@ -104,11 +104,9 @@ def resolve(path: Path, *, verbose: bool, fetches: bool = True) -> Resolved:
     is_address = is_stored(path)
     if (name := find_name(path)) is None:
         return Resolved(path)
-    try:
+    remedy = f"to fetch it from the hub, {install_command('hf')}"
+    with needed(InputError(f"{name}: no such file or folder; {remedy}")):
         from huggingface_hub import constants
-    except ImportError:
-        remedy = f"to fetch it from the hub, {install_command('hf')}"
-        raise InputError(f"{name}: no such file or folder; {remedy}") from None
     try:
         with guarded():
             if (fetches and not is_address) or not (is_address or can_read()):

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dare.documents.notices import Notice, notice
-from dare.errors import InputError, RecipeError, install_command, no_such_file
+from dare.errors import InputError, RecipeError, install_command, needed, no_such_file
 from dare.inputs.hub import find_name
 from dare.inputs.sources import CONFIG
 from dare.stores.locations import WEIGHT_SUFFIXES, is_stored
@@ -169,11 +169,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _check_installed() -> None:
-    try:
+    with needed(RecipeError(f"signatures need model-signing: {install_command('sign')}")):
         import model_signing  # noqa: F401
-    except ImportError:
-        needs = f"signatures need model-signing: {install_command('sign')}"
-        raise RecipeError(needs) from None
 
 
 def _verifier(signer: Path) -> Any:

@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dare.documents.notices import Notice, notice
-from dare.errors import InputError
+from dare.errors import InputError, needed
 from dare.inputs.lora import CONV1D_MODELS
 from dare.inputs.quantised import tables_of
 from dare.inputs.sources import CONFIG, read_config, says_tied
@@ -72,13 +72,11 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def build_without_weights(where: Path, config: Mapping[str, Any], remedy: str) -> Any:
     """Build the model that a configuration describes, without memory for its weights."""
-    try:
+    kind = config.get("model_type")
+    with needed(InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}")):
         import transformers
 
         lacking = missing_names()
-    except ImportError:
-        kind = config["model_type"]
-        raise InputError(f"{where}: a {kind!a} needs {NEEDED}; or {remedy}") from None
     if lacking:
         version = f"transformers {transformers.__version__} has no {some_of(lacking)}"
         raise InputError(f"{where}: {version}; use another one from 5 on, or {remedy}")
@@ -117,10 +115,8 @@ def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
 
     With `endings`, the name of its class must have one of them, and no weights may be missing.
     """
-    try:
+    with needed(InputError(f"{folder}: building it needs {NEEDED}")):
         import transformers
-    except ImportError:
-        raise InputError(f"{folder}: building it needs {NEEDED}") from None
     remedy = "so it cannot be built; define load_model(base) in the evaluator's file"
     build = _class_of(folder / CONFIG, read_config(folder), remedy)
     if endings and not build.__name__.endswith(endings):
@@ -141,10 +137,8 @@ def load_live(folder: Path, endings: tuple[str, ...] = ()) -> Any:
 
 def trainer_callback() -> Any:
     """Return the class of callbacks for Trainer."""
-    try:
+    with needed(InputError(f"a callback for Trainer needs {NEEDED}")):
         from transformers import TrainerCallback
-    except ImportError:
-        raise InputError(f"a callback for Trainer needs {NEEDED}") from None
     return TrainerCallback
 
 

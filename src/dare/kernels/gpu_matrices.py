@@ -12,18 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from dare.errors import RecipeError, install_command
+from dare.errors import RecipeError, install_command, needed
 from dare.kernels import MatrixGpus
 
 
 def describe_gpus(name: str, numbers: Sequence[int]) -> MatrixGpus:
     """Return the GPUs of these numbers; refuse if there is no CuPy."""
-    try:
+    remedy = f"{install_command('gpu-matrices')}, or merge with device = cpu"
+    what = "whole matrices need the extra gpu-matrices"
+    with needed(RecipeError(f"device = {name}: {what}; {remedy}")):
         import cupy
-    except ImportError:
-        remedy = f"{install_command('gpu-matrices')}, or merge with device = cpu"
-        what = "whole matrices need the extra gpu-matrices"
-        raise RecipeError(f"device = {name}: {what}; {remedy}") from None
     found = [cupy.cuda.runtime.getDeviceProperties(number)["name"] for number in numbers]
     free = min(cupy.cuda.Device(number).mem_info[0] for number in numbers)
     return MatrixGpus(", ".join(sorted({each.decode() for each in found})), len(numbers) * free)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dare.documents.document import Document, Section, tabulate
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import counted
-from dare.errors import InputError, MismatchError, RecipeError, did_you_mean
+from dare.errors import InputError, MismatchError, RecipeError, did_you_mean, needed
 from dare.inputs.directory import TOKENIZER_CONFIG, main_type, read_json, read_text
 from dare.inputs.opening import Inputs
 from dare.inputs.sources import (
@@ -377,13 +377,10 @@ def _average_states(folder: Path, *, of_all_tokens: bool) -> Callable[..., Vecto
 def _tokenized(folder: Path, prompts: Sequence[str]) -> Iterator[list[int]]:
     """Yield the tokens of each prompt, after the one that begins a text, if there is one."""
     where = folder / TOKENIZER_FILE
-    try:
+    with needed(InputError(f"{where}: gates from prompts need a package: pip install tokenizers")):
         from tokenizers import Tokenizer
-
+    try:
         tokenizer = Tokenizer.from_str((read_text(folder, TOKENIZER_FILE) or b"").decode())
-    except ImportError:
-        needs = "gates from prompts need a package: pip install tokenizers"
-        raise InputError(f"{where}: {needs}") from None
     except Exception as error:  # it raises nothing more special
         raise InputError(f"{where}: cannot be read: {error}") from None
     tokenizer.no_truncation()

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dare.documents.words import show_size
-from dare.errors import DareError, ExistsError, OutputError, install_command
+from dare.errors import DareError, ExistsError, OutputError, install_command, needed
 from dare.inputs.hub import LOG_IN, guarded
 from dare.output.output import Output
 from dare.output.sink import FileSink, make_sink
@@ -133,11 +133,9 @@ class HubPublisher(StorePublisher):
     def _asking(self) -> Iterator[HfApi]:
         """Give the client, without bars; errors have a remedy and no secrets."""
         target = self.layout.target
-        try:
+        needs = f"writing to the hub needs huggingface_hub: {install_command('hf')}"
+        with needed(OutputError(f"{target}: {needs}")):
             from huggingface_hub import HfApi, get_token, utils
-        except ImportError:
-            needs = f"writing to the hub needs huggingface_hub: {install_command('hf')}"
-            raise OutputError(f"{target}: {needs}") from None
         bars: Any = utils  # its public functions, which it does not declare as such
         was_without, token = bars.are_progress_bars_disabled(), None
         try:

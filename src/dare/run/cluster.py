@@ -40,6 +40,7 @@ from dare.errors import (
     OutputError,
     RecipeError,
     install_command,
+    needed,
 )
 from dare.inputs.sources import Source, check_unchanged, hold_open, read_stored
 from dare.output.journal import Record
@@ -143,11 +144,9 @@ def connect(address: str, *, verbose: bool) -> Iterator[Cluster]:
     Ray's messages about nodes that died go to stderr, since stdout is for results.
     """
     _check_listening(address)
-    try:
+    what = f"Ray is not installed: {install_command('ray')}"
+    with needed(ClusterError(f'cluster = "{address}": {what}')):
         import ray
-    except ImportError:
-        what = f"Ray is not installed: {install_command('ray')}"
-        raise ClusterError(f'cluster = "{address}": {what}') from None
     if ray.is_initialized():
         yield Cluster(ray, address)
         return

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from dare.errors import HeaderError, InputError, install_command
+from dare.errors import HeaderError, InputError, install_command, needed
 from dare.stores.addresses import TABLES, Address, access_to
 
 if TYPE_CHECKING:
@@ -220,11 +220,9 @@ def can_read() -> bool:
 
 
 def _connect(path: Address, url: str, headers: Mapping[str, str]) -> Any:
-    try:
+    needs = f"reading from a store needs obstore: {install_command('stores')}"
+    with needed(InputError(f"{path}: {needs}")):
         from obstore import store
-    except ImportError:
-        needs = f"reading from a store needs obstore: {install_command('stores')}"
-        raise InputError(f"{path}: {needs}") from None
     options: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=PATIENCE_SECONDS),

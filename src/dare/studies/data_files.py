@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.documents.notices import Notice, notice
-from dare.errors import InputError, did_you_mean, no_such_file
+from dare.errors import InputError, did_you_mean, needed, no_such_file
 
 _TABLES = tomllib.loads(files("dare.studies").joinpath("data_files.toml").read_text("utf-8"))
 SYNONYMS: dict[str, list[str]] = _TABLES["synonyms"]  # other names of our columns
@@ -239,12 +239,9 @@ def _csv_rows(file: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(file: Path) -> Iterator[Row]:
-    try:
+    remedy = "pip install pyarrow; or save it as JSONL"
+    with needed(InputError(f"{file}: Parquet needs a package: {remedy}")):
         from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise InputError(
-            f"{file}: Parquet needs a package: pip install pyarrow; or save it as JSONL"
-        ) from None
     try:
         with parquet.ParquetFile(file) as opened:
             batches = (batch.to_pylist() for batch in opened.iter_batches(batch_size=1000))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dare.errors import InputError, install_command
+from dare.errors import InputError, install_command, needed
 from dare.run.processes import Presence
 from dare.studies.results import Scored, Settings, State, Trial, values_text
 from dare.studies.space import PLAN, Space
@@ -371,10 +371,8 @@ def _flat(document: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, A
 
 
 def _optuna() -> Any:
-    try:
+    with needed(InputError(f"a search needs Optuna: {install_command('search')}")):
         import optuna
-    except ImportError:
-        raise InputError(f"a search needs Optuna: {install_command('search')}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 
