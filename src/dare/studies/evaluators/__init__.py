@@ -23,7 +23,6 @@ import re
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -115,52 +114,8 @@ def open_scorer(
     return FunctionScorer(function, recipe, work, options)
 
 
-class Scorer(ABC):
-    """Makes candidates of a recipe's models and scores them, one at a time."""
-
-    takes_items: bool  # True if `score` may be given some of the items
-
-    def __init__(self, recipe: Recipe, work: Path | None, options: RunOptions) -> None:
-        self.recipe, self.work, self.options = recipe, work, options
-
-    @abstractmethod
-    def make(self, recipe: Recipe) -> str:
-        """Make the candidate of a recipe; return the digest of its weights."""
-
-    @abstractmethod
-    def score(self, items: Sequence[str] | None = None) -> Scored:
-        """Score the candidate that was made last, on all items or on these."""
-
-    @abstractmethod
-    def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
-        """Write the Gram matrices of models by name, each on the inputs of its items.
-
-        Each model is given by the recipe that makes it alone.
-        """
-
-    @abstractmethod
-    def gather_norms(self, path: Path, recipe: Recipe) -> bool:
-        """Write the tensors that a recipe has gathered, and the statistics of its norms.
-
-        With this file as `gathered`, a merge gives the candidate as it was scored. Return False,
-        and write nothing, if there are no such norms.
-        """
-
-    @abstractmethod
-    def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
-        """Return the first of these items of each task, as the candidate sees and answers it.
-
-        Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
-        files have a preview; for other evaluators the list is empty.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the process if there is one, and delete temporary files."""
-
-
-class FunctionScorer(Scorer):
-    """Scores candidates by a function in this process."""
+class FunctionScorer:
+    """Makes candidates of a recipe's models and scores them by a function, one at a time."""
 
     _is_made = False
 
@@ -169,12 +124,13 @@ class FunctionScorer(Scorer):
     ) -> None:
         from dare.studies.candidates import make_form
 
-        super().__init__(recipe, work, options)
-        self._function, self.takes_items = function, function.takes_items
+        self._function = function
+        self.takes_items = function.takes_items  # True if `score` may be given some of the items
         with _naming_failure("the model to score could not be made", DareError):
             self._form = make_form(function.form, recipe, work, options, function.load_model)
 
     def make(self, recipe: Recipe) -> str:
+        """Make the candidate of a recipe; return the digest of its weights."""
         self._is_made = False
         digest = self._form.make(recipe)
         self._recompute_norms(recipe)
@@ -206,6 +162,10 @@ class FunctionScorer(Scorer):
             self._function.run_inputs(self._form.candidate, items)
 
     def gather(self, path: Path, models: Mapping[str, tuple[Recipe, Sequence[str] | None]]) -> None:
+        """Write the Gram matrices of models by name, each on the inputs of its items.
+
+        Each model is given by the recipe that makes it alone.
+        """
         from dare.deltas.gathering import GramCollector, write_grams
 
         self._is_made, grams = False, {}
@@ -216,6 +176,11 @@ class FunctionScorer(Scorer):
         write_grams(path, grams)
 
     def gather_norms(self, path: Path, recipe: Recipe) -> bool:
+        """Write the tensors that a recipe has gathered, and the statistics of its norms.
+
+        With this file as `gathered`, a merge gives the candidate as it was scored. Return False,
+        and write nothing, if there are no such norms.
+        """
         from dare.deltas.gathering import write_norms
 
         if not self._has_norms():
@@ -225,6 +190,7 @@ class FunctionScorer(Scorer):
         return True
 
     def score(self, items: Sequence[str] | None = None) -> Scored:
+        """Score the candidate that was made last, on all items or on these."""
         if not self._is_made:
             raise EvaluationError("there is no candidate to score; make one first")
         if items is not None and not self.takes_items:
@@ -239,10 +205,16 @@ class FunctionScorer(Scorer):
         return replace(scored, seconds=seconds)
 
     def preview(self, items: Sequence[str] | None = None) -> list[dict[str, str]]:
+        """Return the first of these items of each task, as the candidate sees and answers it.
+
+        Each has `name` and `kind` of its task, `example`, `expected` and `answered`. Only data
+        files have a preview; for other evaluators the list is empty.
+        """
         preview = self._function.preview
         return preview(self._form.candidate, items) if preview else []
 
     def close(self) -> None:
+        """Delete temporary files."""
         self._is_made = False
         self._form.close()
 
@@ -258,8 +230,8 @@ def _naming_failure(what: str, ours: type[DareError] = EvaluationError) -> Itera
         raise foreign_error(what, error) from error
 
 
-class ProcessScorer(Scorer):
-    """Scores candidates by a function in a process, which is restarted if it has ended."""
+class ProcessScorer:
+    """The same in a process of its own, which is restarted if it has ended."""
 
     def __init__(
         self,
@@ -269,7 +241,7 @@ class ProcessScorer(Scorer):
         work: Path | None,
         options: RunOptions,
     ) -> None:
-        super().__init__(recipe, work, options)
+        self._recipe, self._work, self._options = recipe, work, options
         self._evaluator, self._time_limit = evaluator, time_limit
         self._process: AnsweringProcess | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -280,16 +252,16 @@ class ProcessScorer(Scorer):
         from dare.stages import STAGES
         from dare.studies.candidates import temporary_folder
 
-        threads, limit = self.options.threads, self._time_limit
+        threads, limit = self._options.threads, self._time_limit
         process = self._process = AnsweringProcess(self._evaluator, Answering, threads)
         try:
             limit = limit and max(limit, functions.READY_SECONDS)
             function = process.ask("find", self._evaluator, limit)
             self.takes_items = function["takes_items"]
             if function["form"] == "path":  # made here, to be deleted even if the process crashes
-                self._folder = temporary_folder(self.work)
+                self._folder = temporary_folder(self._work)
             request = {
-                "recipe": Request(self.recipe, self.options).to_document(),
+                "recipe": Request(self._recipe, self._options).to_document(),
                 "work": self._folder and str(Path(self._folder.name).absolute()),
                 # The files of stages that are in no package: that process needs them, too.
                 "stages": sorted({stage.file for stage in STAGES.values() if stage.file}),
@@ -332,12 +304,16 @@ class ProcessScorer(Scorer):
             raise
 
     def close(self) -> None:
+        """End the process, and delete temporary files."""
         if self._process is not None:
             self._process.close()
             self._process = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+Scorer = FunctionScorer | ProcessScorer
 
 
 class Answering:
