@@ -210,20 +210,6 @@ def _check_epsilon(densities: Cases, epsilons: Cases) -> None:
     )
 
 
-def _convert_sce(draft: Draft) -> None:
-    _combine(draft, "sce")
-    draft.set_shared("sce", "select_ratio", "select_topk")
-    draft.differ("election", "cuts")
-
-
-def _convert_ram(draft: Draft) -> None:
-    stage = "ram" if draft.part.method == "ram" else "ramplus"
-    _combine(draft, stage)
-    names = {"epsilon": "threshold", "r": "boost", "alpha": "most"}
-    for name in METHODS[draft.part.method].of_all:
-        draft.set_shared(stage, names[name], name)
-
-
 def _combine(draft: Draft, stage: str, models: int | None = None) -> None:
     """Combine the changes of all models, or refuse another number of them."""
     draft.require_base()
@@ -240,11 +226,6 @@ def _combine(draft: Draft, stage: str, models: int | None = None) -> None:
 def _convert_nearswap(draft: Draft) -> None:
     _combine(draft, "nearswap+sum", 1)
     _set_t(draft, "nearswap")
-
-
-def _convert_arcee_fusion(draft: Draft) -> None:
-    _combine(draft, "arcee_fusion", 1)
-    draft.differ("quantiles")
 
 
 def _convert_model_stock(draft: Draft) -> None:
@@ -362,6 +343,18 @@ def _of_deltas(drops: str = "", *of_models: str, **usual: bool) -> Method:
     return Method(lambda draft: _convert_deltas(draft, drops, **usual), of_models, of_all)
 
 
+def _of_stage(stage: str, *differences: str, models: int | None = None, **ours: str) -> Method:
+    """Make a method of one of our stages, which calls mergekit's parameters what `ours` says."""
+
+    def convert(draft: Draft) -> None:
+        _combine(draft, stage, models)
+        for name, parameter in ours.items():
+            draft.set_shared(stage, parameter, name)
+        draft.differ(*differences)
+
+    return Method(convert, (), tuple(ours))
+
+
 METHODS = {
     "linear": Method(_convert_linear, ("weight",), ("normalize",)),
     "task_arithmetic": _of_deltas(),
@@ -377,10 +370,10 @@ METHODS = {
     "multislerp": Method(_convert_multislerp, ("weight",), ("normalize_weights",)),
     "karcher": Method(_convert_karcher, (), ("max_iter", "tol")),
     "model_stock": Method(_convert_model_stock, (), ("filter_wise",)),
-    "sce": Method(_convert_sce, (), ("select_topk",)),
-    "ram": Method(_convert_ram, (), ("epsilon",)),
-    "ramplus_tl": Method(_convert_ram, (), ("epsilon", "r", "alpha")),
+    "sce": _of_stage("sce", "election", "cuts", select_topk="select_ratio"),
+    "ram": _of_stage("ram", epsilon="threshold"),
+    "ramplus_tl": _of_stage("ramplus", epsilon="threshold", r="boost", alpha="most"),
     "nearswap": Method(_convert_nearswap, (), ("t",)),
-    "arcee_fusion": Method(_convert_arcee_fusion),
+    "arcee_fusion": _of_stage("arcee_fusion", "quantiles", models=1),
     "passthrough": Method(_convert_passthrough, ("scale",)),
 }
