@@ -14,7 +14,7 @@ import math
 import shlex
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from dare.checks.sample import sample_models
 from dare.deltas.packing import Bits, Packer, Scheme, choose_scheme, code_lossless
 from dare.deltas.restoring import FileReport
 from dare.documents.document import Document, Tone
-from dare.documents.notices import LEFTOVERS, LIMIT, Notice, notice
+from dare.documents.notices import LIMIT, Notice, notice
 from dare.documents.words import counted, pace_text, show_size
 from dare.errors import InputError, MismatchError, OutputError
 from dare.inputs.delta_files import (
@@ -63,7 +63,7 @@ from dare.inputs.sources import (
 )
 from dare.output.journal import Record, group_by_tensor
 from dare.output.output import Publisher
-from dare.output.receipt import portable_path, without_folders
+from dare.output.receipt import portable_notices, portable_path
 from dare.output.sink import PieceSink
 from dare.planning.data import Fate, Layout, TensorPlan, lay_out
 from dare.planning.plan import Plan
@@ -263,15 +263,8 @@ class Compression(Work[DeltaReport]):
     def _manifest(self, notes: DeltaNotes, report: DeltaReport) -> dict[str, Any]:
         recipe, target = self.plan.recipe, self.target
         known = [parent for path in recipe.paths for parent in (path, path.parent)]
-
-        def portable(notices: Iterable[Notice]) -> tuple[Notice, ...]:
-            return tuple(
-                found.with_texts(lambda text: without_folders(text, known))
-                for found in notices
-                if found.code != LEFTOVERS  # it names folders of this machine
-            )
-
-        shown = replace(report, notes=portable(report.notes), warnings=portable(report.warnings))
+        said = portable_notices(report.notes, known)
+        shown = replace(report, notes=said, warnings=portable_notices(report.warnings, known))
         (entry,) = recipe.models
         return {
             "delta": dict(self.settings),

@@ -31,7 +31,7 @@ from dare.inputs.sources import Floats
 from dare.kernels import reference
 from dare.output.journal import Record
 from dare.output.output import Identity, Publisher
-from dare.output.receipt import without_folders
+from dare.output.receipt import portable_notices
 from dare.output.sink import PieceSink
 from dare.planning.data import OTHER_FORMATS, Layout
 from dare.run.engine import Receipt, Work
@@ -267,8 +267,7 @@ class AdapterWork(Work[AnyReport]):
         del records  # nothing is resumed
         report, config, how = self._made
         known = [parent for file in self.inputs for parent in (file, file.parent)]
-        portable = (n.with_texts(lambda t: without_folders(t, known)) for n in report.notes)
-        shown = replace(report, notes=tuple(portable))
+        shown = replace(report, notes=portable_notices(report.notes, known))
         figures = shown.to_dict()
         del figures["output"]
         manifest = {

@@ -457,6 +457,12 @@ def without_folders(text: str, known: Iterable[Path] = ()) -> str:
 # ---------------------------------------------------------------- the manifest
 
 
+def portable_notices(notices: Iterable[Notice], known: Sequence[Path]) -> tuple[Notice, ...]:
+    """Return notices as a manifest records them, without folders of this machine."""
+    others = (found for found in notices if found.code != LEFTOVERS)  # which name such folders
+    return tuple(each.with_texts(lambda text: without_folders(text, known)) for each in others)
+
+
 METADATA_KEY = "dare"
 
 
@@ -486,11 +492,7 @@ def full_manifest(plan: Plan, report: Report, embedded: Mapping[str, Any]) -> di
     """Return the manifest beside the weights, without the digests of files."""
     figures = report.to_dict()
     del figures["digests"], figures["output"], figures["notes"]
-    figures["warnings"] = [
-        asdict(notice.with_texts(lambda text: without_folders(text, plan.recipe.paths)))
-        for notice in report.warnings
-        if notice.code != LEFTOVERS  # it names folders of this machine
-    ]
+    figures["warnings"] = list(map(asdict, portable_notices(report.warnings, plan.recipe.paths)))
     return {
         **{key: value for key, value in embedded.items() if key != SEAL},
         "recipe": _portable_request(plan).to_document(),
