@@ -11,7 +11,6 @@ once for each name.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import pickletools
 import re
@@ -35,7 +34,7 @@ from dare.inputs.shards import check_against_index, find_files
 from dare.inputs.sources import InputFiles, Opening, Raw, Source
 from dare.stores.locations import is_stored
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import InputFile, read_beginning
+from dare.tensors.files import InputFile, InputStream, read_beginning
 from dare.tensors.header import TensorInfo, admit
 
 CONTAINERS = ("state_dict", "model_state_dict", "model", "module")
@@ -157,31 +156,6 @@ def check_fetched(path: Path) -> None:
         raise InputError(f"{path}: is a pickle in a store; save it as safetensors, or fetch it")
 
 
-class _Span(io.RawIOBase):
-    """Some bytes of a file, as a file of their own."""
-
-    def __init__(self, file: InputFile, span: range) -> None:
-        self._file, self.span, self._position = file, span, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, len(self.span))[whence]
-        if self._position < 0:
-            raise OSError("before the beginning")
-        return self._position
-
-    def readinto(self, into: Any) -> int:
-        wanted = memoryview(into).cast("B")[: max(0, len(self.span) - self._position)]
-        count = self._file.read_at(wanted, self.span.start + self._position)
-        self._position += count
-        return count
-
-
 def read_archive(
     opened: InputFile, file: Path, place: range | None = None
 ) -> tuple[bytes, dict[str, range]]:
@@ -189,7 +163,7 @@ def read_archive(
 
     That is the whole file, or `place` in it.
     """
-    span = _Span(opened, range(opened.size) if place is None else place)
+    span = InputStream(opened, range(opened.size) if place is None else place)
     try:
         with io.BufferedReader(span) as stream, zipfile.ZipFile(stream) as archive:
             infos = archive.infolist()
@@ -212,7 +186,7 @@ def read_archive(
     return small[0] if len(small) == 1 else b"", dict(found)
 
 
-def _find_record(span: _Span, info: zipfile.ZipInfo) -> range:
+def _find_record(span: InputStream, info: zipfile.ZipInfo) -> range:
     """Return the position of a record's bytes, after the name and extra field of its header."""
     span.seek(info.header_offset + 26)
     name_bytes, more_bytes = struct.unpack("<HH", span.read(4) or b"")

@@ -138,17 +138,27 @@ def prefetch_beginnings(files: Iterable[Path]) -> None:
         reading.prefetch_first_bytes(stored)
 
 
-class _Stream(io.RawIOBase):
-    """An input from front to back."""
+class InputStream(io.RawIOBase):
+    """Some bytes of an input, or all of it, as a file."""
 
-    def __init__(self, file: InputFile, *, closes: bool) -> None:
-        self._file, self._position, self._closes = file, 0, closes
+    def __init__(self, file: InputFile, span: range, *, closes: bool = False) -> None:
+        self._file, self.span, self._position, self._closes = file, span, 0, closes
 
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, len(self.span))[whence]
+        if self._position < 0:
+            raise OSError("before the beginning")
+        return self._position
+
     def readinto(self, into: Any) -> int:
-        count = self._file.read_at(memoryview(into).cast("B"), self._position)
+        wanted = memoryview(into).cast("B")[: max(0, len(self.span) - self._position)]
+        count = self._file.read_at(wanted, self.span.start + self._position)
         self._position += count
         return count
 
@@ -160,7 +170,7 @@ class _Stream(io.RawIOBase):
 
 def as_stream(file: InputFile, *, closes: bool = True) -> io.BufferedReader:
     """Return an input as a stream of bytes, which closes it unless told otherwise."""
-    return io.BufferedReader(_Stream(file, closes=closes), 1 << 20)
+    return io.BufferedReader(InputStream(file, range(file.size), closes=closes), 1 << 20)
 
 
 def open_ordinary(file: Path, where: Path | None = None) -> int:
