@@ -189,6 +189,13 @@ class Watched:
             self._listener.add(pipe, take)
         self._process.stdout = self._process.stderr = None  # they are the listener's
 
+    def send(self, line: Any) -> None:
+        """Write a line of JSON to the process, unless it has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+            self._process.stdin.flush()
+
     def take(self, piece: bytes) -> None:
         """Take the next piece of standard output."""
         self.stdout.add(piece)
@@ -282,10 +289,7 @@ class AnsweringProcess(Watched):
         self.printed.clear()
         self._received.clear()
         try:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended
-                self._process.stdin.write(json.dumps([verb, given]).encode() + b"\n")
-                self._process.stdin.flush()
+            self.send([verb, given])
             status = self.pump(self._has_reply, time_limit)
             if status is not None and not self._has_reply():
                 ended = f"{self._name}: its process {describe_status(status)}"

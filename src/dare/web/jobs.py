@@ -42,14 +42,13 @@ from dare.errors import DareError, DareWarning, InputError, printable
 from dare.output import verification
 from dare.output.targets import write_file
 from dare.recipe.document import request_from_document
-from dare.run.processes import describe_status
+from dare.run.processes import Watched, describe_status
 from dare.stores.locations import confine
 
 Request = dict[str, Any]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 # Time for a process to end when it is interrupted; the work of a merge is always on the disk.
 GRACE_SECONDS = 20.0
-LAST_BYTES = 2000  # the part of a crashed process's output that is shown
 MOST_WAITING = 20
 MOST_FINISHED = 100  # the jobs that ended first are forgotten first, with their files
 COMMAND = [sys.executable, "-P", "-m", "dare.web.jobs"]
@@ -167,52 +166,40 @@ class Jobs:
             worker.watch()
 
 
-class JobProcess:
+class JobProcess(Watched):
     """The process of a job, which works as long as its stdin is open."""
 
     def __init__(self, job: QueuedJob) -> None:
-        self._job = job
-        self._started = time.monotonic()
+        self._job, self._started = job, time.monotonic()
         self._first: tuple[float, int] | None = None
-        self._is_cancelled = False
-        self._log = (job.folder / "log.txt").open("w+b")
-        self._process = subprocess.Popen(  # noqa: S603 (ours; the request goes through its stdin)
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,  # Ctrl-C in the server's terminal is for the server
-        )
-        assert self._process.stdin
-        assert self._process.stdout
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        with suppress(BrokenPipeError):  # it has crashed, and its end will say so
-            self._stdin.write(json.dumps(job.request).encode() + b"\n")
-            self._stdin.flush()
+        self._is_cancelled, self._line = False, b""
+        super().__init__(COMMAND, threads=1, stdin=subprocess.PIPE)
+        self.send(job.request)
         job.state, job.pid = "running", self._process.pid
 
     def interrupt(self) -> None:
         """Make the process end soon: close its stdin, and kill it if that does not help."""
         self._is_cancelled = True
-        self._close_stdin()
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         killing = threading.Timer(GRACE_SECONDS, self._process.kill)
         killing.daemon = True
         killing.start()
 
-    def _close_stdin(self) -> None:
-        with suppress(BrokenPipeError):
-            self._stdin.close()
-
     def watch(self) -> None:
         """Take the messages of the process until it ends."""
-        for line in self._stdout:
-            with suppress(ValueError):  # half a line from a process that was killed
+        status = self.pump(lambda: False, None)
+        assert status is not None  # it has ended
+        self.close()
+        self._finish(status)
+
+    def take(self, piece: bytes) -> None:
+        """Take the next messages, each of which is a line."""
+        *lines, self._line = (self._line + piece).split(b"\n")
+        for line in lines:
+            with suppress(ValueError):  # something else was printed
                 self._handle(json.loads(line))
-        self._finish(self._process.wait())
-        self._stdout.close()
-        self._close_stdin()
-        self._log.close()
 
     def _handle(self, message: dict[str, Any]) -> None:
         job, now = self._job, time.monotonic()
@@ -242,14 +229,9 @@ class JobProcess:
         elif self._is_cancelled or status == INTERRUPTED:
             job.state = "stopped"
         else:
-            job.state, job.problem = "failed", self._describe_crash(status)
-
-    def _describe_crash(self, status: int) -> str:
-        """Describe how a process ended without sending an error, with the end of its output."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - LAST_BYTES))
-        said = self._log.read().decode(errors="replace").strip()
-        return f"the process {describe_status(status)}{f': {said}' if said else ''}"
+            said = self.printed.shown()
+            ended = f"the process {describe_status(status)}{f': {said}' if said else ''}"
+            job.state, job.problem = "failed", ended
 
 
 # ---------------------------------------------------------------- in the process of a job
