@@ -151,12 +151,11 @@ class _Schedule(Generic[AnyStep]):
     def take(self) -> list[int]:
         """Wait for steps that can be done, and return their places; none when all are done.
 
-        Batches get smaller towards the end, so that several threads end together.
+        Batches get smaller towards the end, so that all threads end together.
         """
-        parts = 2 * self._threads if self._threads > 1 else 1
         with self._changed:
             while not self.stop.is_set() and self._first_undone < len(self._steps):
-                room = min(self._batch_elements, self._left // parts)
+                room = min(self._batch_elements, self._left // (2 * self._threads))
                 if places := self._take(room):
                     return places
                 self._changed.wait()
