@@ -2,8 +2,14 @@
 
 torch.distributed.checkpoint, which FSDP and torchtitan use, writes a pickle `.metadata` that lists
 the pieces of each tensor: rectangles at some offsets. Files such as `__0_0.distcp` hold many of
-them, each as torch.save writes it. All are read without torch, as `dare.inputs.torch_bin` reads its
-files: nothing in them can run. A range of a tensor is put together from its pieces as it is read.
+them, each as torch.save writes it.
+
+DeepSpeed's ZeRO writes a file for each rank, with its share of the weights in float32, one after
+the other: of a whole group of parameters in stages 1 and 2, of every parameter in stage 3. The
+shapes and names are in another file.
+
+All are read without torch, as `dare.inputs.torch_bin` reads its files: nothing in them can run. A
+range of a tensor is put together from its pieces as it is read.
 
 Folders of other trainers are refused, with the program that converts them (`checkpoints.toml`).
 """
@@ -15,7 +21,7 @@ import os
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
@@ -42,7 +48,7 @@ from dare.inputs.torch_bin import (
     unpickle,
 )
 from dare.tensors.dtypes import BY_TORCH_NAME
-from dare.tensors.files import InputFile, is_directory, list_names, read_up_to
+from dare.tensors.files import InputFile, is_directory, list_names, read_limited, read_up_to
 from dare.tensors.header import TensorInfo, admit, show_shape
 
 MAX_DIMENSIONS = 32
@@ -51,8 +57,11 @@ MAX_CELLS = 1 << 22  # of the grid that the edges of a tensor's pieces make
 _unpickle_usual = lru_cache(128)(unpickle)
 _TABLES = tomllib.loads(files("dare.inputs").joinpath("checkpoints.toml").read_text("utf-8"))
 KINDS: list[dict[str, str]] = _TABLES["kinds"]
-METADATA = re.compile(_TABLES["metadata"])
-TRAINING_STATE = re.compile(_TABLES["training_state"])
+METADATA, DCP, RANK, TRAINING_STATE = (
+    re.compile(_TABLES[key]) for key in ("metadata", "dcp", "rank", "training_state")
+)
+SIGNS = re.compile("|".join([_TABLES["dcp"], _TABLES["zero"], *(kind["sign"] for kind in KINDS)]))
+MAX_TAG_BYTES = 256  # of the name of a checkpoint
 
 Shape = tuple[int, ...]
 
@@ -79,9 +88,11 @@ class Listed:
 
 
 class Pieces(NamedTuple):
-    """The pieces of a tensor: their names in the source that has them, and their corners."""
+    """The pieces of a tensor: their corners, and the stored tensors that they are in."""
 
-    names: Sequence[str]
+    shape: Shape  # of the tensor; a single dimension if its pieces are ranges of elements
+    names: Sequence[str]  # of the stored tensors
+    firsts: Sequence[int]  # elements of these
     starts: NDArray[np.int64]  # pieces × dimensions
     stops: NDArray[np.int64]
 
@@ -97,36 +108,26 @@ class PieceRun(NamedTuple):
     inside: tuple[slice, ...]  # where the part is in it
 
 
-class ShardedSource(SourceView):
-    """A checkpoint of torch.distributed. It has pickles: open it only if the user asks for it."""
+class PiecedSource(SourceView):
+    """Tensors that are put together from pieces as they are read."""
 
-    def __init__(self, path: Path) -> None:
-        stored, listed = PickledTensors(path), dict[str, Listed]()
-        for name in filter(METADATA.fullmatch, list_names(path)):
-            _read_metadata(stored, path / name, listed)
-        if not stored.files:
-            what = "has no .metadata, which is saved last"
-            raise InputError(f"{path}: {what}; the save did not finish, so give another checkpoint")
-        names, left_out = _find_model(listed)
-        if not names:
-            raise InputError(f"{path}: holds no weights, only {', '.join(left_out) or 'metadata'}")
-        tensors, self._pieces = dict[str, TensorInfo](), dict[str, Pieces]()
-        for name, key in names:
-            entry, where = listed[key], f"{path}: {name}"
-            if entry.dtype not in BY_TORCH_NAME:
-                raise InputError(f"{where} is {entry.dtype}; give a plain tensor")
-            info = TensorInfo(name, BY_TORCH_NAME[entry.dtype], entry.shape, 0)
-            admit(info, tensors, str(path))
-            tensors[name], self._pieces[name] = info, _arrange(entry, name, where)
-        _describe_pieces(stored, {name: listed[key] for name, key in names})
+    def __init__(
+        self,
+        stored: PickledTensors,
+        tensors: Mapping[str, TensorInfo],
+        pieces: Mapping[str, Pieces],
+        left_out: Sequence[str],
+    ) -> None:
         super().__init__(stored, tensors, computed=tensors)
+        self._pieces = pieces
         # what is copied, and what NumPy takes to gather pieces that are not contiguous
         self.cost = stored.cost.with_reading(PIECE_ELEMENTS * (100 if stored.strides else 8))
         if left_out:
             self.remarks = (notice("not_weights", names=", ".join(left_out)),)
 
-    def place(self, name: str) -> None:  # noqa: ARG002
-        return None
+    def place(self, name: str) -> Hashable:
+        pieces = self._pieces[name]
+        return (pieces.names[0], pieces.firsts[0]) if pieces.names else None
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         for part in self._parts(name, start, start + count):
@@ -147,7 +148,7 @@ class ShardedSource(SourceView):
     def _parts(self, name: str, start: int, stop: int) -> Iterator[PieceRun]:
         """Yield the parts of a range; each is a run in its piece."""
         pieces = self._pieces[name]
-        for first, low, high in _rectangles(self.tensors[name].shape or (1,), start, stop):
+        for first, low, high in _rectangles(pieces.shape, start, stop):
             begins, ends = np.maximum(pieces.starts, low), np.minimum(pieces.stops, high)
             for number in np.flatnonzero((begins < ends).all(axis=1)).tolist():
                 begin, end, origin = begins[number], ends[number], pieces.starts[number]
@@ -155,20 +156,75 @@ class ShardedSource(SourceView):
                 inside = tuple(map(slice, begin - low, end - low))
                 size = int(np.prod(end - begin))
                 shape = tuple(np.subtract(high, low))
-                yield PieceRun(pieces.names[number], int(place), size, first, shape, inside)
+                place = int(place) + pieces.firsts[number]
+                yield PieceRun(pieces.names[number], place, size, first, shape, inside)
+
+
+class ShardedSource(PiecedSource):
+    """A checkpoint of torch.distributed. It has pickles: open it only if the user asks for it."""
+
+    def __init__(self, path: Path) -> None:
+        stored, listed = PickledTensors(path), dict[str, Listed]()
+        for name in filter(METADATA.fullmatch, list_names(path)):
+            _read_metadata(stored, path / name, listed)
+        if not stored.files:
+            what = "has no .metadata, which is saved last"
+            raise InputError(f"{path}: {what}; the save did not finish, so give another checkpoint")
+        names, left_out = _find_model(listed)
+        if not names:
+            raise InputError(f"{path}: holds no weights, only {', '.join(left_out) or 'metadata'}")
+        tensors, pieces = dict[str, TensorInfo](), dict[str, Pieces]()
+        for name, key in names:
+            entry, where = listed[key], f"{path}: {name}"
+            if entry.dtype not in BY_TORCH_NAME:
+                raise InputError(f"{where} is {entry.dtype}; give a plain tensor")
+            info = TensorInfo(name, BY_TORCH_NAME[entry.dtype], entry.shape, 0)
+            admit(info, tensors, str(path))
+            tensors[name], pieces[name] = info, _arrange(entry, name, where)
+        _describe_pieces(stored, {name: listed[key] for name, key in names})
+        super().__init__(stored, tensors, pieces, left_out)
+
+
+class ZeroSource(PiecedSource):
+    """A checkpoint of DeepSpeed's ZeRO. It has pickles: open it only if the user asks for it."""
+
+    def __init__(self, path: Path) -> None:
+        stored, folder = PickledTensors(path), _find_step(path)
+        tensors, pieces = dict[str, TensorInfo](), dict[str, Pieces]()
+        try:
+            found, left_out = _read_ranks(stored, folder)
+            for name, (shape, runs) in found.items():
+                dtypes = {stored.tensors[run.name].dtype for run in runs}
+                (dtype,) = dtypes or {BY_TORCH_NAME["float32"]}
+                admit(info := TensorInfo(name, dtype, shape, 0), tensors, str(folder))
+                tensors[name], pieces[name] = info, _line_up(runs)
+                if pieces[name].shape != (info.elements,):
+                    raise ValueError("has too few elements")
+        except InputError:
+            raise
+        except Exception:  # anything can be in it
+            what = "is damaged, or not what DeepSpeed writes for ZeRO"
+            raise HeaderError(f"{folder}: {what}; save the checkpoint again") from None
+        super().__init__(stored, tensors, pieces, left_out)
 
 
 def open_form(opening: Opening) -> Source:
     """Open a distributed checkpoint, if the user allows it; refuse those of other trainers."""
     path = opening.path
     names = list_names(path) if is_directory(path) else [path.name]
-    for kind in KINDS:
-        if found := next((name for name in names if re.fullmatch(kind["sign"], name)), None):
-            raise InputError(f"{path}: {kind['what']} ({found}); {kind['remedy']}")
+    _refuse_others(path, names)
     if not is_directory(path):
         raise InputError(f"{path}: is a part of a distributed checkpoint; give its folder")
     check_allowed(opening)
-    return read_quantised(ShardedSource(path), opening.config)
+    check_fetched(path)
+    source = ShardedSource if any(map(DCP.fullmatch, names)) else ZeroSource
+    return read_quantised(source(path), opening.config)
+
+
+def _refuse_others(path: Path, names: Iterable[str]) -> None:
+    for kind in KINDS:
+        if found := next((name for name in names if re.fullmatch(kind["sign"], name)), None):
+            raise InputError(f"{path}: {kind['what']} ({found}); {kind['remedy']}")
 
 
 def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -193,7 +249,6 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, list
 
 def _read_metadata(stored: PickledTensors, file: Path, listed: dict[str, Listed]) -> None:
     """Add the tensors of one file; each process may have written its own."""
-    check_fetched(file)
     with stored.open_header(file) as opened:
         if opened.size > MAX_PICKLE_BYTES:
             how = "convert it with python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
@@ -283,7 +338,8 @@ def _arrange(entry: Listed, name: str, where: str) -> Pieces:
         taken[cells] = True
     if not taken.all():
         raise HeaderError(f"{where}: a piece is missing; get all files of the checkpoint again")
-    return Pieces([_piece_name(name, piece) for piece in pieces], starts, stops)
+    names = [_piece_name(name, piece) for piece in pieces]
+    return Pieces(shape, names, [0] * len(names), starts, stops)
 
 
 def _piece_name(name: str, piece: StoredPiece) -> str:
@@ -325,3 +381,137 @@ def _describe_piece(
     if not is_tensor(value):
         raise HeaderError(f"{file}: {name} is not a tensor; save the checkpoint again")
     stored.describe(name, value, file, records)
+
+
+# ---------------------------------------------------------------- what ZeRO saves
+
+
+SPLIT, TOGETHER = "fp32_flat_groups", "single_partition_of_fp32_groups"  # in stage 3, in others
+Describe = Callable[[str, Any], TensorInfo]
+Groups = Sequence[TensorInfo]  # parameters of a rank, or of all ranks, one after the other
+
+
+class Run(NamedTuple):
+    """Consecutive elements of a stored tensor."""
+
+    name: str
+    first: int
+    size: int
+
+
+Found = dict[str, tuple[Shape, list[Run]]]
+
+
+def _find_step(path: Path) -> Path:
+    """Return the folder with the files of all ranks: this one, or the one that `latest` names."""
+    names = list_names(path)
+    if any(name.endswith("_states.pt") for name in names):
+        return path
+    latest = read_limited(path / "latest", MAX_TAG_BYTES) if "latest" in names else b""
+    if (tag := latest.decode(errors="replace").strip()) not in names:
+        what = "has checkpoints of DeepSpeed, and no file `latest` that names one of them"
+        raise InputError(f"{path}: {what}; give the folder of one, such as global_step100")
+    _refuse_others(path / tag, list_names(path / tag))
+    return path / tag
+
+
+def _load(stored: PickledTensors, file: Path) -> tuple[Any, Describe]:
+    """Return what a file holds, and a function that adds a tensor of it to those stored."""
+    with stored.open_header(file) as opened:
+        pickled, records = read_archive(opened, file)
+    return unpickle(pickled, file), lambda name, value: stored.describe(name, value, file, records)
+
+
+def _read_ranks(stored: PickledTensors, folder: Path) -> tuple[Found, list[str]]:
+    """Return the tensors of a model, as runs of those stored, and the names of what is left out."""
+    ranks, paddings, is_split = _read_groups(stored, folder)
+    fragments, steps = defaultdict[str, list[TensorInfo]](list), set[int]()
+    for rank in reversed(range(len(ranks) if is_split else 1)):
+        which = f"zero_pp_rank_{rank}_" * is_split
+        model, describe = _load(stored, folder / f"{which}mp_rank_00_model_states.pt")
+        _refuse_others(folder, model)
+        steps.add(model["global_steps"])
+        for name, value in (model.get("frozen_param_fragments") or {}).items() if is_split else ():
+            fragments[name].insert(0, describe(f"{name} of rank {rank}", value))
+    if len(steps) > 1:
+        what = f"has files of the steps {', '.join(map(str, sorted(steps)))}"
+        raise HeaderError(f"{folder}: {what}; get all files of one of them")
+    groups, shared, held = model["param_shapes"], model["shared_params"], model["module"]
+    if is_split:
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        found = _lay_out(shapes, ranks, [0] * len(shapes), 1)
+        for name, shape in (model.get("frozen_param_shapes") or {}).items():
+            found |= _lay_out({name: shape}, [[part] for part in fragments[name]], [0], 1)
+    else:
+        paddings = paddings or [[0] * len(group) for group in groups]
+        found = {}
+        for shapes, strip, gaps in zip(groups, zip(*ranks, strict=True), paddings, strict=True):
+            found |= _lay_out(shapes, [strip], gaps, 2 * len(ranks))
+    whole = model["buffer_names"] if is_split else held.keys() - shared.keys()
+    for name, value in held.items():
+        if name in whole and name not in found and is_tensor(value):
+            info = describe(f"{name} of rank 0", value)
+            found[name] = info.shape, _cut([info], 0, info.elements)
+    found |= {name: found[first] for name, first in shared.items() if first in found}
+    return found, ["the optimizer's states", *(name for name in held if name not in found)]
+
+
+def _read_groups(stored: PickledTensors, folder: Path) -> tuple[list[Groups], Any, bool]:
+    """Return the parameters of each rank, what is between them, and whether each is split."""
+    named = filter(None, map(RANK.fullmatch, list_names(folder)))
+    files = sorted((int(match[1]), match[0]) for match in named)
+    ranks, keys, counts = list[Groups](), set[str](), set[int]()
+    paddings = None
+    for rank, name in files:
+        loaded, describe = _load(stored, folder / name)
+        state = loaded["optimizer_state_dict"]
+        keys.add(key := SPLIT if SPLIT in state else TOGETHER)
+        label = f"group {{}} of optimizer {rank}"
+        ranks.append([describe(label.format(n), value) for n, value in enumerate(state[key])])
+        count, paddings = state["partition_count"], state.get("param_alignment_paddings")
+        counts.update(count if isinstance(count, list) else [count])
+    if counts != {len(files)} or any(rank != number for number, (rank, _) in enumerate(files)):
+        found = ", ".join(str(rank) for rank, _ in files) or "no ranks"
+        what = f"has *_optim_states.pt of {found}, which are not all ranks of one checkpoint"
+        raise HeaderError(f"{folder}: {what}; get all its files again")
+    return ranks, paddings, keys == {SPLIT}
+
+
+def _lay_out(
+    shapes: Mapping[str, Any], strips: Sequence[Groups], gaps: Sequence[int], unit: int
+) -> Found:
+    """Return where parameters are that lie one after the other, each in equal parts in all strips.
+
+    Refuse them if they and the gaps after them do not fill the strips, up to multiples of a unit.
+    """
+    found, start = Found(), 0
+    for (name, given), gap in zip(shapes.items(), gaps, strict=True):
+        if not is_count(gap):
+            raise TypeError("not a number of elements")
+        size = math.prod(shape := _shape(given))
+        share, runs = -(-size // len(strips)), list[Run]()
+        for number, strip in enumerate(strips):
+            runs += _cut(strip, start, min(share, size - number * share))
+        found[name] = shape, runs
+        start += share + gap
+    sizes = [sum(group.elements for group in strip) for strip in strips]
+    if any(-(-size // unit) != -(-start // unit) for size in sizes):
+        raise ValueError("shapes need another number of elements")
+    return found
+
+
+def _cut(strip: Groups, start: int, count: int) -> list[Run]:
+    """Return the runs of a strip's tensors that make a range of its elements."""
+    runs = []
+    for group in strip:
+        first, stop = max(start, 0), min(start + count, group.elements)
+        if first < stop:
+            runs.append(Run(group.name, first, stop - first))
+        start -= group.elements
+    return runs
+
+
+def _line_up(runs: Sequence[Run]) -> Pieces:
+    ends = np.cumsum([0, *(run.size for run in runs)], dtype=np.int64)[:, None]
+    names, firsts = [run.name for run in runs], [run.first for run in runs]
+    return Pieces((int(ends[-1, 0]),), names, firsts, ends[:-1], ends[1:])

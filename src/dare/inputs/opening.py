@@ -63,17 +63,14 @@ _OF_LORA = re.compile(
     r"[._]lora(_linear_layer)?[._]|\.(alpha|dora_scale|diff|diff_b|on_input)$|\.(hada|lokr|oft)_"
 )
 
-# Names in the folders of trainers' checkpoints.
-_OF_TRAINERS = re.compile(
-    r".*\.distcp|(bf16_|fp16_)?(zero_pp_rank|mp_rank|model_world_size)_\d.*|model_optim_rng\.pt"
-    r"|pytorch_model_fsdp_\d+|zero_to_fp32\.py|global_step\d+|iter_\d{7}"
-)
-
 
 def _is_left_by_trainer(opening: Opening) -> bool:
     names = list_names(opening.path) if is_directory(opening.path) else [opening.path.name]
-    has_model = any(name.endswith((".safetensors", ".bin", ".gguf")) for name in names)
-    return not has_model and any(map(_OF_TRAINERS.fullmatch, names))
+    if any(re.fullmatch(r".*\.(safetensors|gguf)|.*model.*\.bin", name) for name in names):
+        return False
+    from dare.inputs.checkpoints import SIGNS
+
+    return any(map(SIGNS.fullmatch, names))
 
 
 # The forms of models, each with its sign; the first that fits is taken. A form is a module of this

@@ -57,13 +57,16 @@ class PickledTensors(InputFiles):
         super().__init__(path)
         self.strides: dict[str, tuple[int, ...]] = {}  # in elements, if not contiguous
 
-    def describe(self, name: str, value: Any, file: Path, records: Mapping[str, range]) -> None:
+    def describe(
+        self, name: str, value: Any, file: Path, records: Mapping[str, range]
+    ) -> TensorInfo:
         """Add a tensor of a pickle, if all of it is in its record."""
         info = _describe(value, file, name, records)
         admit(info, (), str(file))
         self.add(info, file)
         if not value.is_contiguous:
             self.strides[name] = value.strides
+        return info
 
     def place(self, name: str) -> Hashable:
         return self._home[name], self.tensors[name].start, self.strides.get(name)
