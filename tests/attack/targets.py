@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import struct
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -375,6 +377,17 @@ class Quantised(Target):
             yield parts[0]
 
 
+def change_pickle(random: Random, seed: bytes) -> bytes:
+    """What torch.save wrote, with another pickle in an archive that is sound."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(seed)) as old, zipfile.ZipFile(made, "w") as new:
+        for info in old.infolist():
+            content = old.read(info)
+            is_pickle = info.filename.endswith("/data.pkl")
+            new.writestr(info, change_bytes(random, content, ()) if is_pickle else content)
+    return made.getvalue()
+
+
 class Torch(OneFile):
     """Files of torch.save, whose pickles are read without torch."""
 
@@ -399,10 +412,7 @@ class Torch(OneFile):
         seed = random.choice(self.seeds)
         if random.random() < 0.2:
             return change_bytes(random, seed, self.seeds)
-        begin = seed.index(b"\x80\x02")
-        end = seed.index(b"PK", begin)
-        changed = change_bytes(random, seed[begin:end], self.seeds)
-        return seed[:begin] + changed[: end - begin].ljust(end - begin, b".") + seed[end:]
+        return change_pickle(random, seed)
 
     def open(self) -> None:
         from dare.inputs.torch_bin import TorchSource
@@ -441,6 +451,44 @@ class Checkpoints(Target):
         for name, content in zip((".metadata", "__0_0.distcp"), case, strict=True):
             (self.folder / name).write_bytes(content)
         read_some(ShardedSource(self.folder))
+
+
+class Zero(Target):
+    """Checkpoints of DeepSpeed's ZeRO: names and shapes, and the weights of two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        super().__init__(folder)
+        model = {
+            "module": {"seen": torch.arange(3)},
+            "buffer_names": ["seen"],
+            "param_shapes": [{"w": torch.Size([2, 3])}],
+            "shared_params": {"head": "w"},
+            "global_steps": 1,
+        }
+        held = {"mp_rank_00_model_states.pt": model}
+        for rank in range(2):
+            groups = [torch.arange(3.0) + rank]
+            state = {"single_partition_of_fp32_groups": groups, "partition_count": [2]}
+            name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            held[name] = {"optimizer_state_dict": state}
+        for name, value in held.items():
+            torch.save(value, folder / name)
+        self.names = (folder.name,)
+        self.seeds = {name: (folder / name).read_bytes() for name in held}
+
+    def make(self, random: Random) -> dict[str, bytes]:
+        """All files, the pickle of one of them changed."""
+        name = random.choice(list(self.seeds))
+        return {**self.seeds, name: change_pickle(random, self.seeds[name])}
+
+    def read(self, case: dict[str, bytes]) -> None:
+        from dare.inputs.checkpoints import ZeroSource
+
+        for name, content in case.items():
+            (self.folder / name).write_bytes(content)
+        read_some(ZeroSource(self.folder))
 
 
 class Deltas(OneFile):
@@ -916,6 +964,7 @@ TARGETS: dict[str, type[Target]] = {
     "quantised": Quantised,
     "torch": Torch,
     "checkpoints": Checkpoints,
+    "zero": Zero,
     "deltas": Deltas,
     "recipes": Recipes,
     "yaml": Yaml,
@@ -929,6 +978,7 @@ TARGETS: dict[str, type[Target]] = {
 NEEDS = {
     "torch": "torch",
     "checkpoints": "torch",
+    "zero": "torch",
     "gguf": "gguf",
     "yaml": "yaml",
     "reports": "altair",

@@ -13,6 +13,7 @@ CASES = {
     "quantised": 100,
     "torch": 50,
     "checkpoints": 150,
+    "zero": 300,
     "deltas": 250,
     "recipes": 300,
     "yaml": 250,

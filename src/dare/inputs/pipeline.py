@@ -42,10 +42,11 @@ def stems_of(source: Source) -> dict[str, str]:
         file: next((stem for stem in STEMS[1:] if file.name.startswith(stem)), STEMS[0])
         for file in source.files
     }
+    components = components_of(source.folder) if source.folder is not None else []
     inside = {
         f"{file.parent.name}/": stem
         for file, stem in stems.items()
-        if source.folder is not None and file.parent.parent == source.folder
+        if file.parent.name in components and file.parent.parent == source.folder
     }
     return inside or {"": next(iter(stems.values()), STEMS[0])}
 
