@@ -426,7 +426,7 @@ def _read_ranks(stored: PickledTensors, folder: Path) -> tuple[Found, list[str]]
     """Return the tensors of a model, as runs of those stored, and the names of what is left out."""
     ranks, paddings, is_split = _read_groups(stored, folder)
     fragments, steps = defaultdict[str, list[TensorInfo]](list), set[int]()
-    for rank in reversed(range(len(ranks) if is_split else 1)):
+    for rank in reversed(range(len(ranks) if is_split else 1)):  # rank 0 alone names what is shared
         which = f"zero_pp_rank_{rank}_" * is_split
         model, describe = _load(stored, folder / f"{which}mp_rank_00_model_states.pt")
         _refuse_others(folder, model)
@@ -460,8 +460,7 @@ def _read_groups(stored: PickledTensors, folder: Path) -> tuple[list[Groups], An
     """Return the parameters of each rank, what is between them, and whether each is split."""
     named = filter(None, map(RANK.fullmatch, list_names(folder)))
     files = sorted((int(match[1]), match[0]) for match in named)
-    ranks, keys, counts = list[Groups](), set[str](), set[int]()
-    paddings = None
+    ranks, keys, counts, paddings = list[Groups](), set[str](), set[int](), None
     for rank, name in files:
         loaded, describe = _load(stored, folder / name)
         state = loaded["optimizer_state_dict"]
