@@ -246,6 +246,11 @@ def test_the_folder_that_trainer_leaves_is_a_model(tmp_path):
     assert (form_of(opening), opening.config["model_type"]) == ("checkpoints", "llama")
     source = open_model(path, allow_pickle=True)
     assert (source.folder, "embed" in source.tensors) == (path, True)
+    settings = {"allow_pickle": True, "method": "linear", "verbose": False}
+    other = save(tmp_path / "other", describe(2, GROUPS, 1))
+    report = dare.merge(base=path, models=[other], output=tmp_path / "out", **settings)
+    written = ["README.md", "config.json", "dare-manifest.json", "model.safetensors"]
+    assert sorted(file.name for file in report.output.iterdir()) == written
     save_file({"w": EMBED}, path / "model.safetensors")
     assert open_model(path).tensors.keys() == {"w"}  # the whole model that is also there
     assert open_model(path / "global_step7", allow_pickle=True).tensors.keys() != {"w"}
