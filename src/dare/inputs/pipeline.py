@@ -42,11 +42,12 @@ def stems_of(source: Source) -> dict[str, str]:
         file: next((stem for stem in STEMS[1:] if file.name.startswith(stem)), STEMS[0])
         for file in source.files
     }
-    components = components_of(source.folder) if source.folder is not None else []
     inside = {
         f"{file.parent.name}/": stem
         for file, stem in stems.items()
-        if file.parent.name in components and file.parent.parent == source.folder
+        if (home := source.folder) is not None
+        and file.parent.parent == home
+        and file.parent.name in components_of(home)
     }
     return inside or {"": next(iter(stems.values()), STEMS[0])}
 
