@@ -151,6 +151,8 @@ def no_such_file(path: Path) -> InputError:
 
     A file that differs in a number only is another part of a model, and is not named.
     """
+    if path.is_dir():
+        return InputError(f"{path}: is a folder; give a file")
     try:
         names = sorted(os.listdir(path.parent), key=len)
     except (OSError, ValueError):

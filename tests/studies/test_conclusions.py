@@ -8,7 +8,7 @@ from study_sample import of_items
 
 from dare.documents.document import Tone
 from dare.studies.conclusions import conclude
-from dare.studies.document import headline, holdout_text
+from dare.studies.document import headline, holdout_text, winners
 from dare.studies.results import (
     Conclusion,
     Estimate,
@@ -442,6 +442,30 @@ def test_a_task_that_a_merge_has_lost_is_noticed():
     alone = [*baselines, baseline("other alone", of_tasks(add=50, sort=100))]
     answer = conclude(study([], alone))  # of a model alone, nobody expects everything
     assert (answer.best.baseline, mentions(answer, "task_lost")) == ("other alone", False)
+
+
+def test_a_loss_against_the_base_is_noticed_though_it_is_won_against_the_models():
+    baselines = [
+        baseline("base", of_tasks(add=95, sort=0)),
+        baseline("math alone", of_tasks(add=40, sort=0)),
+        baseline("code alone", of_tasks(add=3, sort=90)),
+    ]
+    data = study([trial(0, {"scale": 2.0}, of_tasks(add=60, sort=99))], baselines)
+    assert mentions(conclude(data), "task_lost", "add lost 35.0 points against the base")
+
+
+def test_other_settings_with_the_same_weights_are_not_the_runner_up():
+    trials = [
+        trial(0, {"scale": 1.0}, right(70), digest="a"),
+        trial(1, {"scale": 2.0}, right(69), digest="b"),
+        trial(2, {"scale": 3.0}, right(70), digest="c"),
+    ]
+    found = conclude(study(trials, [baseline("average", right(70), digest="a")]))
+    assert found.best.baseline == "average"
+    assert found.runner_up.trials == (2,)
+    assert winners(found) == {Role.RUNNER_UP: found.runner_up}
+    assert found.against[0].other == "trial 2"
+    assert [ranked.trials for ranked in found.tied] == [(2,), (1,)]
 
 
 def bits(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from scipy.stats import spearmanr
 import dare
 from dare.api import make_request
 from dare.cli import main
+from dare.documents import page
 from dare.errors import EvaluationError, InputError, RecipeError, install_command
 from dare.studies.data_files import read_tasks
 from dare.studies.document import read_result
@@ -414,6 +416,27 @@ def test_without_a_time_limit_all_examples_are_used(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "base      answers 7 of 20 right\n" in err
     assert "upper and lower case" in err.splitlines()[0]
+
+
+@pytest.mark.parametrize("wrong", [{"guards": ["wrds:keep:0.9"]}, {"objective": {"wrds": 1.0}}])
+def test_names_of_tasks_are_checked_before_a_model_is_read(tmp_path, wrong):
+    file = write([{"prompt": f"{n} >", "answer": "B"} for n in range(90)], "words")
+    merge = make_request(base="no such base", models=["math"], method="sum")
+    with pytest.raises(RecipeError, match="wrds"):
+        make_search(merge, tmp_path / "s.db", data=[file], **wrong)
+
+
+def test_a_page_is_refused_before_the_search_if_its_packages_are_missing(folder, monkeypatch):
+    monkeypatch.setattr(page, "NEEDED", ("no_such_package",))
+    before = sorted(os.listdir())
+    asked = ["base", "math", "--data", "sums.jsonl", "--html", "study.html"]
+    assert search(*asked) == 1
+    assert sorted(os.listdir()) == before
+
+
+def test_a_folder_is_no_data_file(tmp_path):
+    with pytest.raises(InputError, match="is a folder"):
+        read_tasks([tmp_path])
 
 
 def test_a_search_from_data_files_ends_with_a_merge_that_is_shown_to_be_good(folder, capsys):

@@ -168,7 +168,7 @@ CHOICE = '{"prompt": "x", "choices": ["a", "b"], "answer": "%s"}\n'
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("t.jsonl", f"{LINE}\n{{]", ("line 3", "JSON")),
+        ("t.jsonl", f"{LINE}\n{{]", ("line 3", "JSON", "character 2")),
         ("t.jsonl", f"{LINE}[1]", ("line 2", "JSON object")),
         ("t.jsonl", LINE.encode() + b'{"prompt": "\xff"}', ("line 2", "UTF-8")),
         ("t.jsonl", f'{LINE}{{"prompt": " ", "answer": 1}}', ("line 2", "no prompt")),

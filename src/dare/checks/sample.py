@@ -219,7 +219,7 @@ def find_real_base(
                 "concerns": (name,),
                 "who": f"{other} contains" if is_one else "All other models contain",
                 "they": f"{other} was" if is_one else "the others were",
-                "command": shlex.join(["dare", file, base, *rest]),
+                "command": shlex.join(["dare", file, base, *rest, "-o", "OUTPUT"]),
                 "ratios": {f"share.{other}": share for other, (share, _) in shares.items()},
             }
     return {}

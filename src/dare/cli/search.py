@@ -108,6 +108,7 @@ def search(
     :param dry_run: Check the settings and count the trials.
     """
     from dare.api import merge as run_merge
+    from dare.documents.page import check_installed
     from dare.output.targets import check_free, refuse_existing
     from dare.recipe.recipe import Request
     from dare.studies.searching import make_search, study_path
@@ -135,6 +136,8 @@ def search(
         return DONE
     _refuse_to_replace(write, how["study"], overwrite=overwrite)
     check_free(html, "page", overwrite=overwrite)
+    if html is not None:
+        check_installed()
     if output is not None and not overwrite:
         refuse_existing(merge.recipe.output)
     if sys.argv[1:2] in (["search"], ["sweep"]):
@@ -256,7 +259,7 @@ def _write_best(result: SearchResult, path: Path, *, is_merged: bool) -> str:
 
     if result.best is None:
         earlier = f"; {path} is from an earlier search" if path.exists() else ""
-        return f"No recipe was written: {result}{earlier}"
+        return f"No recipe was written, for the answer is: {result}{earlier}"
     try:
         write_file(path, result.to_toml().encode(), "recipe", overwrite=True)
     except OutputError as error:

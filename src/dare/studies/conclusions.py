@@ -72,16 +72,19 @@ def conclude(data: StudyData, *, resamples: int = 2000) -> Conclusion:
     )
     if (best := comparison.best) is None:
         return replace(found, notices=(*_guard_notices(comparison), *found.notices))
-    settings = [n for n in ranking if not results[n].broken]
+    others = [n for n in ranking if n != best and not results[n].broken]
+    others = [n for n in others if comparison.digests(n) != comparison.digests(best)]
     differences = {n: comparison.difference(best, n) for n, _ in enumerate(results) if n != best}
     tied = [n for n in comparison.others if differences[n].verdict in (NO_DIFFERENCE, WORSE)]
     tied = [n for n in tied if comparison.digests(n) != comparison.digests(best)]
-    shown = [*[n for n in settings if n != best][:1], *(n for n in rest if n != best)]
+    tied.sort(key=lambda n: -values[n])
+    shown = [*others[:1], *(n for n in rest if n != best)]
     holdout, held, on_holdout = _holdout(data, comparison, results[best])
     tasks = tuple(_tasks(comparison, held or comparison, 0 if held else best))
     return replace(
         found,
         best=results[best],
+        runner_up=results[others[0]] if others else None,
         against=tuple(differences[n] for n in shown),
         tied=tuple(results[n] for n in tied),
         holdout=holdout,
@@ -235,10 +238,10 @@ def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[T
         wanted = {n: known[n] for n in (Role.BASE, single, Role.AVERAGE) if n in known}
         places = {name: place for place, name in enumerate({**wanted, winner.name: winner})}
         table = resample([known[n] for n in places], objective, resamples=shown.resamples)
-        change = None
-        if single is not None and single != winner.name:
-            value = table.difference(places[winner.name], places[single])
-            change = Difference(single, value, verdict(value, sign))
+        changes = {}
+        for rival in places.keys() & {single, Role.BASE} - {winner.name}:
+            value = table.difference(places[winner.name], places[rival])
+            changes[rival] = Difference(rival, value, verdict(value, sign))
         base, alone, average = (
             table.estimate(places[name]) if name in places else None
             for name in (Role.BASE, single, Role.AVERAGE)
@@ -246,14 +249,15 @@ def _tasks(comparison: _Comparison, shown: _Comparison, best: int) -> Iterator[T
         is_share = sign > 0 and table.bounds[0] == 0 and math.isclose(table.bounds[1], 1)
         mine = table.estimate(places[winner.name])
         name = (single or "").removesuffix(ALONE)
-        yield TaskScores(task, table.items, is_share, base, alone, average, mine, name, change)
+        against = changes.get(single or ""), changes.get(Role.BASE)
+        yield TaskScores(task, table.items, is_share, base, alone, average, mine, name, *against)
 
 
-def change_text(task: TaskScores) -> str:
-    """Return a task's gain or loss against the best single model, and if it may be chance."""
-    if task.change is None:
+def change_text(task: TaskScores, change: Difference | None) -> str:
+    """Return a task's gain or loss against another model, and if it may be chance."""
+    if change is None:
         return ""
-    value, found = task.change.estimate.value, task.change.verdict
+    value, found = change.estimate.value, change.verdict
     size = f"{100 * abs(value):.1f}" if task.is_share else f"{abs(value):.2f}"
     if found in (BETTER, WORSE):
         return f"{'won' if found == BETTER else 'lost'} {size}{' points' * task.is_share}"
@@ -264,12 +268,15 @@ def change_text(task: TaskScores) -> str:
 
 
 def _loss_notices(tasks: Iterable[TaskScores]) -> Iterator[Notice]:
-    """Say at which tasks a merge is worse than the best single model, beyond chance."""
-    losses = [
-        f"{task.name} {change_text(task)} against {task.change.other}"
-        for task in tasks
-        if task.name and task.change is not None and task.change.verdict == WORSE
-    ]
+    """Say at which tasks a merge is worse than the base or the best single model, beyond chance."""
+    losses = []
+    for task in tasks:
+        changes = [each for each in (task.change, task.from_base) if each and task.name]
+        lost = [each for each in changes if each.verdict == WORSE]
+        if lost:
+            largest = max(lost, key=lambda each: abs(each.estimate.value))
+            rival = "the base" if largest.other == Role.BASE else largest.other
+            losses.append(f"{task.name} {change_text(task, largest)} against {rival}")
     if losses:
         yield notice("task_lost", losses=listed(losses))
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dare.documents.notices import Notice, notice
+from dare.documents.words import counted
 from dare.errors import InputError, did_you_mean, needed, no_such_file
 
 _TABLES = tomllib.loads(files("dare.studies").joinpath("data_files.toml").read_text("utf-8"))
@@ -148,8 +149,8 @@ def _check_sides(file: Path, hashes: set[int], *, has_groups: bool) -> None:
     held_out = sum(hash_ % HELD_OUT_OF == 0 for hash_ in hashes)
     count, least = len(hashes), min(held_out, len(hashes) - held_out)
     if count < FEWEST_GROUPS or least < FEWEST_ON_A_SIDE:
-        what = "groups" if has_groups else "different examples"
-        few = f"has {count} {what}, {held_out} of them held out by chance"
+        what = counted(count, "group" if has_groups else "different example")
+        few = f"has {what}, of which {held_out} would be held out"
         need = f"at least {FEWEST_GROUPS} are needed, {FEWEST_ON_A_SIDE} of them on each side"
         raise InputError(f"{file}: {few}; {need}: add some, 200 or more if you can")
 
@@ -214,6 +215,9 @@ def _json_list(file: Path) -> Iterator[Row]:
 def _parse_object(file: Path, where: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} at character {error.pos + 1}"
+        raise InputError(f"{file}: {where} is not JSON: {problem}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: {where} is not JSON: {error}") from None
     if not isinstance(row, dict):

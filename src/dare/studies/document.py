@@ -63,7 +63,7 @@ from dare.studies.results import (
     settings_text,
     values_text,
 )
-from dare.studies.space import recipe_of, seed_shifts
+from dare.studies.space import PLAN, recipe_of, seed_shifts
 from dare.studies.statistics import BETTER, NO_DIFFERENCE, NOT_KNOWN, WORSE
 from dare.studies.study import BASELINE, HOLDOUT, Study
 
@@ -162,7 +162,9 @@ class SearchResult(Shown):
         """Return the best recipe, with the evidence for it as comments."""
         recipe = self.best
         if recipe is None:
-            raise InputError(f"{self.study}: {self}; so there is no recipe to write")
+            raise InputError(
+                f"{self.study}: there is no recipe to write, for the answer is: {self}"
+            )
         tables = {
             **recipe.to_tables(),
             "output": str(recipe.output or usual_output(recipe.base)),
@@ -238,11 +240,10 @@ def _by_role(scored: Sequence[Trial], conclusion: Conclusion) -> list[Trial]:
 
 
 def winners(conclusion: Conclusion) -> dict[Role, Ranked]:
-    """Return the best, if it is a setting, and the best of the other settings."""
-    best = conclusion.best
+    """Return the best, if it is a setting, and the best setting with other weights."""
+    best, second = conclusion.best, conclusion.runner_up
     winner = {} if best is None or best.baseline else {Role.WINNER: best}
-    rest = [ranked for ranked in conclusion.ranking if ranked != best and not ranked.broken]
-    return winner | ({Role.RUNNER_UP: rest[0]} if rest else {})
+    return winner | ({Role.RUNNER_UP: second} if second else {})
 
 
 # ---------------------------------------------------------------- the document
@@ -299,7 +300,8 @@ def study_document(
         sections=sections,
         notices=tuple(notices if is_long else notices[:MOST_NOTICES]),
         steps=steps,
-        footer=f"Searched by {data.sampler}. The objective is {objective_text(data.objective)}.",
+        footer=f"Searched by {_sampler_text(data)}. "
+        f"The objective is {objective_text(data.objective)}.",
         draw=partial(draw_figures, conclusion),
     )
 
@@ -360,11 +362,17 @@ def _doubt(conclusion: Conclusion) -> str:
     return f"; {where}it is {than} {what}{best.other}"
 
 
+def _sampler_text(data: StudyData) -> str:
+    return "a plan of usual merges" if data.sampler == PLAN else data.sampler
+
+
 def _merge_words(data: StudyData, ranked: Ranked) -> tuple[str, str]:
     """Return how models are merged, and which: in a sentence, and as what to do."""
     made = recipe_of(data, ranked)
     names = made.names
     title = f"Merge {listed(names) if len(names) <= MOST_NAMED else counted(len(names), 'model')}"
+    if len(names) == 1:
+        title += f" into {made.base.name}"
     if ranked.baseline:
         return _name_of(ranked), title
     settings = {n: value for n, value in ranked.settings.items() if not n.startswith(INCLUDE)}
@@ -476,7 +484,7 @@ def _study_facts(data: StudyData, conclusion: Conclusion) -> Iterator[tuple[str,
     yield "Objective", objective_text(data.objective)
     yield "Guards", "; ".join(data.guards) or "none"
     seconds = sum(trial.seconds for trial in data.all_trials)
-    yield "Trials", f"{progress_text(data)}, in {time_text(seconds)} by {data.sampler}"
+    yield "Trials", f"{progress_text(data)}, in {time_text(seconds)} by {_sampler_text(data)}"
     if any(trial.is_random for trial in data.all_trials):
         yield "Seeds", ", ".join(map(str, data.seeds)) or NOTHING
     yield from ((name, values_text(values)) for name, values in data.space.items())
@@ -497,9 +505,10 @@ def task_table(conclusion: Conclusion) -> Table:
         "best single >": lambda task: f"{task.alone} {cell(task.single, task)}".strip(),
         "average >": lambda task: cell(task.average, task),
         "chosen >": lambda task: cell(task.best, task),
-        "vs. best single": change_text,
+        "vs. best single": lambda task: change_text(task, task.change),
     }
-    tones = {change_text(t): VERDICT_TONES[t.change.verdict] for t in conclusion.tasks if t.change}
+    pairs = ((task, task.change) for task in conclusion.tasks)
+    tones = {change_text(*each): VERDICT_TONES[each[1].verdict] for each in pairs if each[1]}
     title = "Scores, with 95% intervals (not clear: may be chance)"
     return tabulate(conclusion.tasks, columns, title=title, tones=tones, most=MOST_TASKS)
 

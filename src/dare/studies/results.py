@@ -386,6 +386,7 @@ class TaskScores:
     best: Estimate
     alone: str = ""  # the single model that is best at it
     change: Difference | None = None  # the best minus that model, if it is another
+    from_base: Difference | None = None  # the best minus the base, if it is not that
 
 
 @dataclass(frozen=True)
@@ -398,6 +399,7 @@ class Conclusion:
     best: Ranked | None = None
     """The choice: of all settings and baselines that keep to the guards, the one with the highest
     objective; if several are equal, the simplest."""
+    runner_up: Ranked | None = None  # the best setting with other weights than that
     against: tuple[Difference, ...] = ()  # the best minus each other
     tied: tuple[Ranked, ...] = ()  # settings and baselines that the best cannot be told apart from
     noise: float | None = None

@@ -230,6 +230,8 @@ def make_search(
             raise RecipeError("a grid needs lists or steps; for ranges use tpe or random")
         planned = len(_grid_plan(space, table.seeds))
     judge = Judge.by(table.objective, table.guards)
+    if tasks:
+        judge.check_names(task.name for task in tasks)
     for evaluator in (judging, held):
         if isinstance(evaluator, str):
             check_evaluator(evaluator)
@@ -466,7 +468,7 @@ class _Search:
         self.display.announce(
             f"Choosing by {per_task:,} examples a task takes about "
             f"{time_text(min(took, self._seconds))}{more}. Differences below {visible:.0f} points "
-            f"will not be seen; 5 points need about {needed:,} of each"
+            f"will not be seen; 5 points need about {needed:,} examples a task"
         )
         with self.study.turn():
             self.study.keep("share", count / len(every))
@@ -498,7 +500,7 @@ class _Search:
         recipes, inputs = baseline_recipes(space.recipe), groups_of(self._ids(held_out=False))
         chosen = {n: [i for t in best if best[t] == n for i in inputs[t][:INPUTS]] for n in alone}
         every = [i for ids in inputs.values() for i in ids[:INPUTS]]
-        self.display.say("gathering what the layers are given, for regmean")
+        self.display.say("gathering the inputs of layers, for merges by regmean")
         wanted = {n.removesuffix(ALONE): (recipes[n], chosen[n] or every) for n in alone}
         scorer.gather(path, wanted)
 
