@@ -363,7 +363,7 @@ LIES = {
     "no number": (change_state("partition_count", ["2", "2"]), INCOMPLETE),
     "a rank is missing": (lambda held: held.pop(FIRST), r"of one checkpoint: 1; get all"),
     "a rank twice": (lambda held: held.update({f"bf16_{FIRST}": held[FIRST]}), INCOMPLETE),
-    "no ranks": (lambda h: [h.pop(FIRST), h.pop(SECOND)], r"of one checkpoint: none; get all"),
+    "no ranks": (lambda h: [h.pop(FIRST), h.pop(SECOND)], r"has no \*_optim_states.pt"),
     "no model": (lambda held: held.pop(MODEL), rf"{MODEL}: no such file"),
     "no weights": (change_state("single_partition_of_fp32_groups", []), DAMAGED),
     "not tensors": (change_state("single_partition_of_fp32_groups", [1, 2]), DAMAGED),

@@ -470,8 +470,9 @@ def _read_groups(stored: PickledTensors, folder: Path) -> tuple[list[Groups], An
         count, paddings = state["partition_count"], state.get("param_alignment_paddings")
         counts.update(count if isinstance(count, list) else [count])
     if counts != {len(files)} or any(rank != number for number, (rank, _) in enumerate(files)):
-        found = ", ".join(str(rank) for rank, _ in files) or "none"
+        found = ", ".join(str(rank) for rank, _ in files)
         what = f"*_optim_states.pt of these ranks are not all of one checkpoint: {found}"
+        what = what if files else "has no *_optim_states.pt, which hold the weights"
         raise HeaderError(f"{folder}: {what}; get all its files again")
     return ranks, paddings, keys == {SPLIT}
 
