@@ -447,15 +447,18 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
   }
 }
 
-extern "C" __global__ void find_cut(Search *search, i64 round) {
+// So many searches at once, each by the same number of blocks.
+extern "C" __global__ void find_cuts(Search *searches, i64 count, i64 round) {
   __shared__ u32 counts[BINS];
   __shared__ bool is_last;
+  u32 shared = gridDim.x / (u32)count, own = blockIdx.x % shared;
+  Search *search = searches + blockIdx.x / shared;
   const Search known = *search;
   if (known.state) return;
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = 0;
   __syncthreads();
-  i64 step = (i64)gridDim.x * THREADS * RUN, end = end_of(known, round);
-  i64 place = first_of(known, round) + ((i64)blockIdx.x * THREADS + threadIdx.x) * RUN;
+  i64 step = (i64)shared * THREADS * RUN, end = end_of(known, round);
+  i64 place = first_of(known, round) + ((i64)own * THREADS + threadIdx.x) * RUN;
   for (; place < end; place += step) count_run(known, round, place, end, counts);
   __syncthreads();
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) {
@@ -463,7 +466,7 @@ extern "C" __global__ void find_cut(Search *search, i64 round) {
   }
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(&search->blocks, 1) == gridDim.x - 1;
+  if (threadIdx.x == 0) is_last = atomicAdd(&search->blocks, 1) == shared - 1;
   __syncthreads();
   if (!is_last) return;
   __threadfence();
@@ -516,14 +519,16 @@ ENTRY(void, merge_parts)(const Part *parts, i64 count, i64 threshold, i64 chunk,
   }
 }
 
-ENTRY(void, find_cut)(Search *search, i64 round, i64) {
-  i64 end = end_of(*search, round);
-  if (search->state) return;
-  for (i64 place = first_of(*search, round); place < end; place += RUN) {
-    count_run(*search, round, place, end, search->counts);
+ENTRY(void, find_cuts)(Search *searches, i64 count, i64 round, i64) {
+  for (Search *search = searches; search < searches + count; search++) {
+    i64 end = end_of(*search, round);
+    if (search->state) continue;
+    for (i64 place = first_of(*search, round); place < end; place += RUN) {
+      count_run(*search, round, place, end, search->counts);
+    }
+    end_round(search, round, search->counts);
+    for (int bin = 0; bin < BINS; bin++) search->counts[bin] = 0;
   }
-  end_round(search, round, search->counts);
-  for (int bin = 0; bin < BINS; bin++) search->counts[bin] = 0;
 }
 #endif
 

@@ -58,7 +58,7 @@ def job_of(types, size, *, masks=True, bands=False, elects=False, models=3, star
         has_mask, has_band = masks and number != 1, bands and number != 2
         how = (mask if has_mask else None, band if has_band else None)
         operands.append(Operand(tuned, *how, np.float32(0.5 - number), 0.25 + number))
-    known = [True] * (1 + models)
+    known = [number == 1 for number in range(1 + models)]
     return ChunkJob(base, operands, start, elects, np.float32(0.75), out, known)
 
 
@@ -114,18 +114,32 @@ def test_kernels_have_the_bytes_of_the_library(kinds, shape):
 def test_what_a_gpu_holds_is_not_sent_again(monkeypatch):
     jobs = [job_of(KINDS["bf16"], CHUNK + 300, seed=seed) for seed in range(2)]
     expected = [(done.digests, figures_of(done)) for done in core.merge(jobs, THRESHOLD)]
-    arrays = [raw for job in jobs for raw in (job.base, *(each.tuned for each in job.operands))]
-    held = cuda.Residents(last_gpu(), arrays)
+    held = cuda.Residents(last_gpu(), [raw for job in jobs for raw in job.inputs])
     kernels, sent = cuda.Kernels(last_gpu()), []
     copy = cuda._Worker.copy
     monkeypatch.setattr(cuda._Worker, "copy", lambda *a: (sent.append(a[-1]), copy(*a))[1])
-    found = kernels.merge(jobs, THRESHOLD)
+    there = [job._replace(there=[*map(held.address_of, job.inputs)]) for job in jobs]
+    found = kernels.merge(there, THRESHOLD)
     assert [(done.digests, figures_of(done)) for done in found] == expected
-    assert sum(sent) < 2.1 * sum(job.out.nbytes for job in jobs)  # results and tables
-    del held
+    assert sum(sent) < 1.1 * sum(job.out.nbytes for job in jobs)  # results and tables
     sent.clear()
     kernels.merge(jobs, THRESHOLD)
-    assert sum(sent) > sum(raw.nbytes for raw in arrays)
+    assert sum(sent) > sum(raw.nbytes for job in jobs for raw in job.inputs)
+
+
+def test_results_come_straight_to_memory_that_the_gpu_reaches(monkeypatch):
+    kernels, job = cuda.Kernels(last_gpu()), job_of(KINDS["bf16"], 5000)
+    (expected,) = core.merge([job], THRESHOLD)
+    wanted, room = job.out.copy(), kernels.pinned(job.out.nbytes + 64)
+    pinned = job._replace(out=room[64:].view(job.out.dtype))
+    job.out[:] = 0
+    asked, pinned_memory = [], cuda._Worker.pinned
+    monkeypatch.setattr(
+        cuda._Worker, "pinned", lambda *a: (asked.append(a[1]), pinned_memory(*a))[1]
+    )
+    assert kernels.merge([pinned], THRESHOLD)[0].digests == expected.digests
+    assert_array_equal(pinned.out, wanted)
+    assert sum(asked) < job.out.nbytes  # tables only
 
 
 def test_memory_that_nobody_uses_is_given_out_again():

@@ -229,8 +229,8 @@ def test_cuts_are_found_where_the_models_are(kind, method, settings, tmp_path, m
             made = dict.fromkeys(made, np.zeros(elements.size)) | {"usual": usual}
         dtype = getattr(torch, kind)
         save_tensors({name: torch.tensor(array).to(dtype) for name, array in made.items()}, file)
-    asked, find = [], cuda.Kernels.find_cut
-    monkeypatch.setattr(cuda.Kernels, "find_cut", lambda *a: (asked.append(a), find(*a))[1])
+    asked, find = [], cuda.Kernels.find_cuts
+    monkeypatch.setattr(cuda.Kernels, "find_cuts", lambda *a: (asked.extend(a[1]), find(*a))[1])
     how = {"stages": {method.partition("+")[0]: settings}, "allow_not_finite": True}
     digests = set()
     for device in ("cpu", last_gpu()):

@@ -300,8 +300,9 @@ def test_no_method_changes_what_is_held(tmp_path):
     for method in (*methods, "trim+ties+svc"):
         candidates.make({"method": method})
     for _, held in candidates._kept.values():
-        for raw, digests in held.values():
-            assert digests == ([bytes_digest(raw.data)] if raw.size else [])
+        for each in held.values():
+            raw = each.elements
+            assert each.digests == ([bytes_digest(raw.data)] if raw.size else [])
 
 
 def test_files_are_needed_no_more_and_must_be_the_same_where_they_are(tmp_path):

@@ -7,7 +7,7 @@ no file is held open, and the second time each file must still be the one that w
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -95,6 +95,7 @@ class HeldTensor(NamedTuple):
 
     elements: Raw
     digests: list[str]
+    on_gpu: int | None = None  # the address of its elements on the GPU that merges, if it has them
 
 
 class Source:
@@ -743,6 +744,11 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
     with hold_open(sources, checks=True), ThreadPoolExecutor(threads) as pool:
         list(pool.map(read, chunks))
     return every
+
+
+def with_addresses(held: Held, address_of: Callable[[Raw], int | None]) -> Held:
+    """Return tensors in memory with the addresses that they have on a GPU."""
+    return {n: each._replace(on_gpu=address_of(each.elements)) for n, each in held.items()}
 
 
 def _room(base: Source, source: Source) -> Held:

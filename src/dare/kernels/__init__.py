@@ -40,6 +40,7 @@ class Device:
     fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
     is_gpu: bool = False  # whether chunks go to memory of its own, where they have as much room
     most_threads: int | None = None  # to merge: more of them only wait for each other
+    finds_cuts: bool = False  # whether it finds magnitudes by rank, in models that it holds
 
     def buffer_bytes(
         self, chunks: int, inputs: int, *, width: int, is_fused: bool, held: int, has_deltas: bool
@@ -54,14 +55,15 @@ class Device:
             floats += held + STAGE_FLOATS + 1 + has_deltas
             lanes += 2 * held
         stored, computed = (1 + inputs) * width, 4 * floats + lanes
-        together = chunks if is_fused else 1
-        return CHUNK * (chunks * stored + together * computed) + ALIGNMENT
+        return CHUNK * (chunks * stored + computed) + ALIGNMENT
 
 
 DEVICES = {
     "cpu": Device("core"),
     "reference": Device("reference"),
-    "cuda": Device("cuda", chunks_at_once=256, chunks_held=64, is_gpu=True, most_threads=4),
+    "cuda": Device(
+        "cuda", chunks_at_once=256, chunks_held=64, is_gpu=True, most_threads=4, finds_cuts=True
+    ),
     "auto": Device("core"),  # `auto:0` where a GPU serves, as it has the models in its memory
 }
 
@@ -97,6 +99,12 @@ class ChunkJob(NamedTuple):
     out: NDArray[Any]
     known: Sequence[bool]  # of base and models: whether their digests are not wanted
     place: int | None = None  # the address on the GPU that the result goes to, rather than to `out`
+    there: Sequence[int] = ()  # the addresses of base and models on the GPU, if it has them
+
+    @property
+    def inputs(self) -> list[NDArray[Any]]:
+        """The elements of the base, then of each model."""
+        return [self.base, *(operand.tuned for operand in self.operands)]
 
 
 class Done(NamedTuple):

@@ -96,17 +96,15 @@ class Array(ctypes.Structure):
     )
 
 
-class _Operand(ctypes.Structure):
-    _fields_ = (
-        ("tuned", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("key0", "key1", "high", "low")),
-        *((name, ctypes.c_int64) for name in ("least", "end", "most", "begin")),
-        ("weight", ctypes.c_double),
-        ("share", ctypes.c_double),
-    )
-
-
-OPERAND_BYTES = ctypes.sizeof(_Operand)
+OPERAND = np.dtype(
+    [
+        ("tuned", np.uint64),
+        *((name, np.int64) for name in ("key0", "key1", "high", "low")),
+        *((name, np.int64) for name in ("least", "end", "most", "begin")),
+        *((name, np.float64) for name in ("weight", "share")),
+    ]
+)
+NO_MASK, NO_BAND = (0, 0, 256, 0), (-1, 0, 0, 0)
 
 
 class _Job(ctypes.Structure):
@@ -267,22 +265,14 @@ def __getattr__(name: str) -> Callable[..., Any]:
     return found
 
 
-def operand_table(operands: Sequence[Operand], addresses: Iterable[int] | None = None) -> Any:
-    """Return models as the library takes them; addresses are of their elements elsewhere."""
-    table: Any = _Operand * len(operands)
-    places = addresses or (_address(each.tuned) for each in operands)
-    return table(
-        *(
-            _Operand(
-                place,
-                *(each.mask or (0, 0, 256, 0)),
-                *(each.band or (-1, 0, 0, 0)),
-                each.weight,
-                each.share,
-            )
-            for each, place in zip(operands, places, strict=True)
-        )
-    )
+def operand_row(operand: Operand, address: int) -> tuple[Any, ...]:
+    """Return a model as the library takes it, with the address of its elements."""
+    mask, band = operand.mask or NO_MASK, operand.band or NO_BAND
+    return (address, *mask, *band, operand.weight, operand.share)
+
+
+def _operand_table(operands: Iterable[Operand]) -> NDArray[Any]:
+    return np.array([operand_row(each, _address(each.tuned)) for each in operands], OPERAND)
 
 
 def combine(
@@ -290,9 +280,10 @@ def combine(
 ) -> NDArray[np.int64]:
     figures = np.zeros((chunk_count(base.size), len(operands), 4), np.int64)
     numbers = (len(operands), _kind(operands), start, elects, threshold_bits, CHUNK)
+    models = _operand_table(operands)
     _entry("combine")(
         ctypes.byref(_described(base)),
-        operand_table(operands),
+        ctypes.c_void_p(_address(models)),
         *map(ctypes.c_int64, numbers),
         ctypes.byref(_described(out)),
         figures.ctypes.data_as(ctypes.c_void_p),
@@ -308,10 +299,10 @@ def merge(jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
         chunks, inputs = chunk_count(job.base.size), 1 + len(job.operands)
         figures = np.zeros((chunks, inputs - 1, 4), np.int64)
         found = np.zeros((chunks, inputs + 1, 2), np.uint64)
-        models, known = operand_table(job.operands), np.array(job.known, np.uint8)
+        models, known = _operand_table(job.operands), np.array(job.known, np.uint8)
         kept += [models, known]
         given.base, given.kind, given.start = _address(job.base), KINDS[job.base.dtype], job.start
-        given.size, given.models = job.base.size, ctypes.addressof(models)
+        given.size, given.models = job.base.size, _address(models)
         given.count, given.models_kind, given.elects = inputs - 1, _kind(job.operands), job.elects
         given.scale, given.out, given.out_kind = job.scale, _address(job.out), KINDS[job.out.dtype]
         given.is_known, given.figures = _address(known), _address(figures)

@@ -11,14 +11,13 @@ import atexit
 import ctypes
 import itertools
 import threading
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import chain, compress, islice, pairwise, repeat, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,9 @@ from numpy.typing import NDArray
 from dare.documents.words import show_size
 from dare.errors import DareError, RecipeError, install_command
 from dare.kernels import MOST_ON_GPU, ChunkJob, Done, MatrixGpus, core, takes_matrices
-from dare.kernels.core import KINDS, OPERAND_BYTES, operand_table
+from dare.kernels.core import KINDS, OPERAND, operand_row
 from dare.kernels.gpu_matrices import Matrices, describe_gpus
-from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
+from dare.tensors.chunks import CHUNK
 
 Bytes = NDArray[np.uint8]
 
@@ -55,7 +54,8 @@ SEARCH = np.dtype(
     ]
 )
 SEARCHING, FEWER, BINS = 0, 1, 2048  # as in gpu.h
-ROUNDS, SEARCH_BLOCKS = 6, 1024  # blocks that search, at most
+ROUNDS = 6
+SEARCH_BLOCKS, BLOCKS_OF_ONE = 1024, 32  # blocks that search, at most unless each search needs some
 MOST_SEARCHED = BINS << 22  # elements
 
 
@@ -91,26 +91,32 @@ class Tables:
     def __init__(self, jobs: Sequence[ChunkJob]) -> None:
         """Count what the tables take."""
         self._jobs, self._models = jobs, len(jobs[0].operands)
-        self._chunks = np.cumsum([0, *(chunk_count(job.base.size) for job in jobs)]).tolist()
-        blocks = np.cumsum([0, *(-(-job.base.size // BLOCK_SIZE) for job in jobs)]).tolist()
-        self._first_blocks, self.blocks = blocks[:-1], blocks[-1]
+        sizes = np.array([job.base.size for job in jobs], np.int64)
+        self._chunks = np.cumsum([0, *-(-sizes // CHUNK)])
+        self._blocks = np.cumsum([0, *-(-sizes // BLOCK_SIZE)])
+        self.blocks = int(self._blocks[-1])
         self._operands_at = PART.itemsize * len(jobs)
-        self._figures_at = self._operands_at + OPERAND_BYTES * self._models * len(jobs)
-        self._peaks_at = self._figures_at + FIGURE_BYTES * self._models * self._chunks[-1]
+        self._figures_at = self._operands_at + OPERAND.itemsize * self._models * len(jobs)
+        self._peaks_at = self._figures_at + FIGURE_BYTES * self._models * int(self._chunks[-1])
         self.nbytes = self._peaks_at + 4 * len(jobs)
 
     def fill(self, addresses: Sequence[Sequence[int]], at: int) -> Bytes:
         """Return the tables for a place in memory, with each job's base, models and result."""
-        memory, models = np.zeros(self.nbytes, np.uint8), self._models
+        memory = np.zeros(self.nbytes, np.uint8)
+        jobs, models = list(zip(self._jobs, addresses, strict=True)), self._models
+        memory[self._operands_at : self._figures_at].view(OPERAND)[:] = [
+            operand_row(operand, place)
+            for job, places in jobs
+            for operand, place in zip(job.operands, places[1:-1], strict=True)
+        ]
         parts = memory[: self._operands_at].view(PART)
-        for number, (job, places) in enumerate(zip(self._jobs, addresses, strict=True)):
-            first = self._operands_at + OPERAND_BYTES * models * number
-            operands = operand_table(job.operands, places[1:-1])
-            memory[first : first + OPERAND_BYTES * models] = np.frombuffer(operands, np.uint8)
-            figures_at = self._figures_at + FIGURE_BYTES * models * self._chunks[number]
-            pointers = at + first, at + figures_at, at + self._peaks_at + 4 * number
-            spans = job.start, job.base.size, self._first_blocks[number]
-            parts[number] = (places[0], places[-1], *pointers, *spans, job.scale)
+        parts["base"], parts["out"] = [own[0] for own in addresses], [own[-1] for own in addresses]
+        numbers = np.arange(len(jobs))
+        parts["models"] = at + self._operands_at + OPERAND.itemsize * models * numbers
+        parts["figures"] = at + self._figures_at + FIGURE_BYTES * models * self._chunks[:-1]
+        parts["peak"] = at + self._peaks_at + 4 * numbers
+        parts["start"], parts["size"] = zip(*((j.start, j.base.size) for j, _ in jobs), strict=True)
+        parts["first_block"], parts["scale"] = self._blocks[:-1], [job.scale for job, _ in jobs]
         return memory
 
     def read(self, memory: Bytes) -> list[tuple[NDArray[np.int64], int]]:
@@ -122,31 +128,44 @@ class Tables:
 
 
 class PieceTables:
-    """The chunks of results that stay on a GPU, whose digests it computes."""
+    """The chunks of arrays that a GPU digests."""
 
-    def __init__(self, jobs: Iterable[ChunkJob]) -> None:
+    def __init__(self, raws: Sequence[NDArray[Any]]) -> None:
         """Count what the tables take."""
-        found = [
-            (job.place + CHUNK * job.out.itemsize * chunk, count * job.out.itemsize)
-            for job in jobs
-            if job.place is not None
-            for chunk, (_, count) in enumerate(chunk_spans(job.out.size))
-        ]
-        self.spans = np.array(found, np.int64).reshape(-1, 2)
-        self.count = len(found)
-        self.blocks = int(self.spans[:, 1].max(initial=1) - 1) // HASH_BLOCK  # of each, at most
-        self.nbytes = 2 * self.spans.nbytes  # and the digests
+        self._sizes = np.array([raw.nbytes for raw in raws], np.int64)
+        self._steps = np.array([CHUNK * raw.itemsize for raw in raws], np.int64)
+        self._counts = -(-self._sizes // self._steps)
+        self.count = int(self._counts.sum())
+        largest = int(np.minimum(self._sizes, self._steps).max(initial=1))
+        self.blocks = (largest - 1) // HASH_BLOCK  # of each piece, at most
+        self.spans_bytes = 16 * self.count
+        self.nbytes = 2 * self.spans_bytes  # and the digests
         self.sums_bytes = 8 * HASH_LANES * self.blocks * self.count
 
-    def read(self, memory: Bytes) -> list[str]:
-        """Return the digests, from tables that kernels have filled."""
-        return core.digest_texts(memory[self.spans.nbytes : self.nbytes].view(np.uint64))
+    def fill(self, addresses: Sequence[int]) -> Bytes:
+        """Return address and size of each piece of the arrays at some addresses."""
+        own = np.repeat(np.arange(len(addresses)), self._counts)
+        number = np.arange(self.count) - (np.cumsum(self._counts) - self._counts)[own]
+        steps, offsets = self._steps[own], number * self._steps[own]
+        starts = np.array(addresses, np.int64)[own] + offsets
+        spans = np.stack([starts, np.minimum(steps, self._sizes[own] - offsets)], axis=1)
+        return spans.reshape(-1).view(np.uint8)
+
+    def read(self, memory: Bytes) -> Iterator[list[str]]:
+        """Yield the digests of each array, from tables that kernels have filled."""
+        found = iter(core.digest_texts(memory[self.spans_bytes : self.nbytes].view(np.uint64)))
+        return (list(islice(found, count)) for count in self._counts.tolist())
+
+
+def is_digested_there(raw: NDArray[Any], place: int | None) -> bool:
+    """Tell if kernels can digest all chunks of an array; a place is one that it must have."""
+    last_bytes = (raw.nbytes - 1) % (CHUNK * raw.itemsize) + 1
+    return last_bytes > core.SHORT_BYTES and (place or 0) % 8 == 0
 
 
 def can_stay(job: ChunkJob) -> bool:
     """Tell if a result has a place on a GPU where it can be digested too."""
-    last = job.out[-1 - (job.out.size - 1) % CHUNK :]
-    return job.place is not None and job.place % 8 == 0 and last.nbytes > core.SHORT_BYTES
+    return job.place is not None and is_digested_there(job.out, job.place)
 
 
 @cache
@@ -154,7 +173,7 @@ def source(headers: tuple[str, ...] = OF_MERGES) -> str:
     """Return the source of kernels: the headers one after the other."""
     here, checkout = Path(__file__).with_name("gpu"), core.CHECKOUT / "src" / "core"
     folder = here if here.is_dir() else checkout
-    lines = itertools.chain.from_iterable(
+    lines = chain.from_iterable(
         (folder / name).read_text(encoding="utf-8").splitlines() for name in headers
     )
     return "\n".join(line for line in lines if not line.startswith('#include "')) + "\n"
@@ -243,6 +262,13 @@ _unused: list[Any] = []
 _allocating = threading.Lock()
 
 
+def _is_pinned(array: NDArray[Any]) -> bool:
+    place = _address(array)
+    with _allocating:
+        rooms = [(int(buffer.handle), buffer.size) for buffer in _pinned]
+    return any(first <= place and place + array.nbytes <= first + size for first, size in rooms)
+
+
 def _pinned_buffer(nbytes: int) -> Any:
     from cuda.core import LegacyPinnedMemoryResource
 
@@ -324,44 +350,28 @@ class _Worker:
 
 
 class Residents:
-    """Arrays of which a GPU has a copy, which kernels find there for as long as this is kept."""
+    """Arrays of which a GPU has a copy, which lies there for as long as this is kept."""
 
     def __init__(self, name: str, arrays: Iterable[NDArray[Any]], most_share: float = 1) -> None:
         """Copy arrays to the first GPU that a name stands for, or to a share of its free memory."""
         self.number = find_gpus(name)[0]
-        places = {(_address(array), array.nbytes): array for array in arrays if array.nbytes}
-        self._arrays = [places[place] for place in sorted(places)]
-        self._starts = [start for start, _ in sorted(places)]
+        places = {_address(array): array for array in arrays if array.nbytes}
         with _errors_named(name, NO_ROOM):
             worker = _Worker(self.number)
-            nbytes, free = sum(array.nbytes for array in self._arrays), worker.free_bytes
+            nbytes, free = sum(array.nbytes for array in places.values()), worker.free_bytes
             if nbytes > most_share * free:
                 room = f"has {show_size(free)} free, and base and models take {show_size(nbytes)}"
                 raise DareError(f"device = {name}: GPU {self.number} {room}; {NO_ROOM}")
-            self._buffers = [worker.allocate(array.nbytes) for array in self._arrays]
-            for array, buffer in zip(self._arrays, self._buffers, strict=True):
-                worker.copy(int(buffer.handle), _address(array), array.nbytes)
+            buffers = {start: worker.allocate(array.nbytes) for start, array in places.items()}
+            for start, buffer in buffers.items():
+                worker.copy(int(buffer.handle), start, places[start].nbytes)
             worker.stream.sync()
-        finalize(self, _close, self._buffers)
-        with _allocating:
-            _residents.add(self)
+        self._addresses = {start: int(buffer.handle) for start, buffer in buffers.items()}
+        finalize(self, _close, list(buffers.values()))
 
-    def find(self, array: NDArray[Any]) -> int | None:
-        """Return the address that the elements of an array have there, if they have one."""
-        place = bisect_right(self._starts, _address(array)) - 1
-        offset = _address(array) - self._starts[place]
-        if place < 0 or offset + array.nbytes > self._arrays[place].nbytes:
-            return None
-        return int(self._buffers[place].handle) + offset
-
-
-_residents: WeakSet[Residents] = WeakSet()
-
-
-def _resident_address(array: NDArray[Any], number: int) -> int | None:
-    with _allocating:
-        found = [each.find(array) for each in _residents if each.number == number]
-    return next((address for address in found if address is not None), None)
+    def address_of(self, array: NDArray[Any]) -> int | None:
+        """Return where the copy of an array begins; None if it has no elements."""
+        return self._addresses.get(_address(array))
 
 
 # ---------------------------------------------------------------- the kernels of one worker
@@ -428,113 +438,145 @@ class Kernels:
         return [done[number] for number in range(len(jobs))]
 
     def _merge_alike(self, shape: Shape, jobs: Sequence[ChunkJob], threshold: int) -> list[Done]:
-        """Merge jobs of one shape; digests are computed where inputs and results are.
-
-        The inputs' are computed here while the GPU works.
-        """
+        """Merge jobs of one shape, and digest where inputs and results are."""
         worker, room = self._worker, _GpuRoom()
         inputs = [
-            [room.add(raw, worker.number) for raw in (job.base, *(o.tuned for o in job.operands))]
+            [
+                _Input(raw, 0 if there else room.take(raw.nbytes), there)
+                for raw, there in zip(job.inputs, job.there or repeat(None), strict=False)
+            ]
             for job in jobs
         ]
-        tables, pieces = Tables(jobs), PieceTables(jobs)
-        sums_at = room.take(pieces.sums_bytes)
-        results_at = room.take(tables.nbytes)  # from here on it is sent back
-        pieces_at = room.take(pieces.nbytes)
-        outs = [room.take(job.out.nbytes if job.place is None else 0) for job in jobs]
-        start = worker.room(room.size)
-        addresses = [
-            [*(each.address(start) for each in own), job.place or start + out]
-            for own, out, job in zip(inputs, outs, jobs, strict=True)
-        ]
-        filled = tables.fill(addresses, start + results_at)
-        for each in itertools.chain.from_iterable(inputs):
-            if each.resident is None:
-                worker.copy(each.address(start), _address(each.raw), each.raw.nbytes)
-        worker.copy(start + results_at, _address(filled), filled.nbytes)
-        asked = kernel("merge_parts", worker.number, shape)
-        worker.launch(asked, tables.blocks, start + results_at, len(jobs), threshold, CHUNK)
-        if pieces.count:
-            self._digest(pieces, start + pieces_at, start + sums_at)
-        results = self._receive(start + results_at, room.size - results_at)
-        wanted = [
-            each.raw[:0] if is_known else each.raw
+        unknown = [
+            each
             for own, job in zip(inputs, jobs, strict=True)
             for each, is_known in zip(own, job.known, strict=True)
+            if not is_known
         ]
-        of_inputs = iter(core.digests(wanted))
-        worker.stream.sync()
-        of_pieces = iter(pieces.read(results[pieces_at - results_at :]))
-        for job, out in zip(jobs, outs, strict=True):
-            if job.place is None:
-                job.out.view(np.uint8)[:] = results[out - results_at :][: job.out.nbytes]
-        of_outputs = iter(core.digests([job.out for job in jobs if job.place is None]))
-        done: list[Done] = []
-        for job, own, (figures, peak) in zip(jobs, inputs, tables.read(results), strict=True):
-            chunks = chunk_count(job.out.size)
-            made = next(of_outputs) if job.place is None else list(islice(of_pieces, chunks))
-            done.append(Done(figures, peak, [*islice(of_inputs, len(own)), made]))
-        return done
+        digested = [(each.raw, each.there) for each in unknown]
+        digested += [(job.out, job.place) for job in jobs]
+        is_there, raws = list(starmap(is_digested_there, digested)), [raw for raw, _ in digested]
+        tables, pieces = Tables(jobs), PieceTables(list(compress(raws, is_there)))
+        sums_at, spans_at = room.take(pieces.sums_bytes), room.take(pieces.nbytes)
+        tables_at = room.take(tables.nbytes)
+        outs = [room.take(job.out.nbytes if job.place is None else 0) for job in jobs]
+        start = worker.room(room.size)
+        results = [job.place or start + out for job, out in zip(jobs, outs, strict=True)]
+        addresses = [
+            [*(each.address(start) for each in own), result]
+            for own, result in zip(inputs, results, strict=True)
+        ]
+        filled = tables.fill(addresses, start + tables_at)
+        for each in chain.from_iterable(inputs):
+            if each.there is None:
+                worker.copy(each.address(start), _address(each.raw), each.raw.nbytes)
+        worker.copy(start + tables_at, _address(filled), filled.nbytes)
+        asked = kernel("merge_parts", worker.number, shape)
+        worker.launch(asked, tables.blocks, start + tables_at, len(jobs), threshold, CHUNK)
+        places = [*(each.address(start) for each in unknown), *results]
+        spans = pieces.fill(list(compress(places, is_there)))
+        self._digest(pieces, spans, start + spans_at, start + sums_at)
+        to_fetch = [n for n, job in enumerate(jobs) if job.place is None]
+        told = np.empty(tables_at + tables.nbytes - spans_at, np.uint8)
+        self._receive(
+            (start + spans_at, told), *((results[n], jobs[n].out.view(np.uint8)) for n in to_fetch)
+        )
+        here = iter(core.digests(list(compress(raws, (not there for there in is_there)))))
+        there = pieces.read(told)
+        digests = [next(there if is_gpus else here) for is_gpus in is_there]
+        of_inputs, of_results = iter(digests[: len(unknown)]), digests[len(unknown) :]
+        figures = tables.read(told[tables_at - spans_at :])
+        return [
+            Done(*found, [*([] if known else next(of_inputs) for known in job.known), own])
+            for job, found, own in zip(jobs, figures, of_results, strict=True)
+        ]
 
-    def find_cut(
-        self, base: NDArray[Any], tuned: NDArray[Any], rank: int
-    ) -> tuple[int, int] | None:
-        """Find the magnitude of a rank in a delta, and the place after its last equal that counts.
+    def find_cuts(
+        self, asked: Sequence[tuple[NDArray[Any], int, NDArray[Any], int, int]]
+    ) -> list[tuple[int, int] | None]:
+        """Find magnitudes of some ranks in deltas; and the places after their equals that count.
 
-        They are 0 if no more than so many are not zero. None if the GPU does not hold the delta,
-        or not all of it is finite.
+        A delta is given by its base and the model, each with its address on the GPU. Both numbers
+        are 0 if no more elements than the rank are not zero. None where some are not finite, or
+        there are too many.
         """
-        addresses = [_resident_address(raw, self.number) for raw in (base, tuned)]
-        if None in addresses or base.size > MOST_SEARCHED:
-            return None
-        kinds = KINDS[base.dtype], KINDS[tuned.dtype], KINDS[base.dtype]
-        worker, blocks = self._worker, min(-(-base.size // THREADS), SEARCH_BLOCKS)
-        asked = np.zeros(SEARCH.itemsize + 4 * BINS, np.uint8)
-        with _errors_named(self._name, NO_ROOM):
-            search = kernel("find_cut", worker.number, Shape(*kinds, 1, False, False, False))
-            room = worker.room(asked.nbytes)
-            what = (*addresses, base.size, rank, 0, 0, room + SEARCH.itemsize, SEARCHING, 0)
-            asked[: SEARCH.itemsize].view(SEARCH)[0] = what
-            worker.copy(room, _address(asked), asked.nbytes)
-            for number in range(ROUNDS):
-                worker.launch(search, blocks, room, number)
-            found = self._receive(room, SEARCH.itemsize)
-            worker.stream.sync()
-        (told,) = found.view(SEARCH)
-        if told["state"] == FEWER:
-            return 0, 0
-        is_found = told["state"] == SEARCHING
-        return (int(told["magnitude"]), int(told["place"]) + 1) if is_found else None
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, (base, _, tuned, _, _) in enumerate(asked):
+            if base.size <= MOST_SEARCHED:
+                groups.setdefault((KINDS[base.dtype], KINDS[tuned.dtype]), []).append(number)
+        found: dict[int, tuple[int, int] | None] = {}
+        for kinds, numbers in groups.items():
+            shape = Shape(*kinds, kinds[0], 1, False, False, False)
+            with _errors_named(self._name, NO_ROOM):
+                own = self._find_alike(shape, [asked[number] for number in numbers])
+            found |= zip(numbers, own, strict=True)
+        return [found.get(number) for number in range(len(asked))]
 
-    def _digest(self, pieces: PieceTables, at: int, sums: int) -> None:
+    def _find_alike(self, shape: Shape, asked: Sequence[Any]) -> list[tuple[int, int] | None]:
+        worker, count, nbytes = self._worker, len(asked), SEARCH.itemsize * len(asked)
+        room = worker.room(nbytes + 4 * BINS * count)
+        sent = np.zeros(nbytes + 4 * BINS * count, np.uint8)
+        sent[:nbytes].view(SEARCH)[:] = [
+            (base, tuned, raw.size, rank, 0, 0, room + nbytes + 4 * BINS * number, SEARCHING, 0)
+            for number, (raw, base, _, tuned, rank) in enumerate(asked)
+        ]
+        search = kernel("find_cuts", worker.number, shape)
+        worker.copy(room, _address(sent), sent.nbytes)
+        largest = max(raw.size for raw, *_ in asked)
+        blocks = min(-(-largest // THREADS), max(SEARCH_BLOCKS // count, BLOCKS_OF_ONE))
+        for number in range(ROUNDS):
+            worker.launch(search, blocks * count, room, count, number)
+        told = np.empty(nbytes, np.uint8)
+        self._receive((room, told))
+        cuts = told.view(SEARCH)
+        states, bits, places = (cuts[name].tolist() for name in ("state", "magnitude", "place"))
+        return [
+            (0, 0) if state == FEWER else (bit, place + 1) if state == SEARCHING else None
+            for state, bit, place in zip(states, bits, places, strict=True)
+        ]
+
+    def _digest(self, pieces: PieceTables, spans: Bytes, at: int, sums: int) -> None:
         """Have pieces digested; `at` is the place of their tables."""
         worker, tables = self._worker, (pieces.count, pieces.blocks, sums)
-        worker.copy(at, _address(pieces.spans), pieces.spans.nbytes)
+        worker.copy(at, _address(spans), spans.nbytes)
         for name, threads, *digests in (
             ("sum_blocks", WARP * pieces.blocks * pieces.count),
-            ("digest_sums", HASH_LANES * pieces.count, at + pieces.spans.nbytes),
+            ("digest_sums", HASH_LANES * pieces.count, at + pieces.spans_bytes),
         ):
             if threads:
                 asked = kernel(name, worker.number)
                 worker.launch(asked, -(-threads // THREADS), at, *tables, *digests)
 
-    def _receive(self, start: int, nbytes: int) -> Bytes:
-        """Have bytes of the GPU sent; they are there when its stream is done."""
-        if self._received.size < nbytes:
-            self._received = self._worker.pinned(nbytes)
-        self._worker.copy(_address(self._received), start, nbytes)
-        return self._received[:nbytes]
+    def _receive(self, *wanted: tuple[int, Bytes]) -> None:
+        """Wait for the GPU, and fetch bytes from addresses into arrays.
+
+        It reaches pinned memory by itself; the others' bytes take the way over some of that.
+        """
+        is_direct = [_is_pinned(into) for _, into in wanted]
+        sizes = [
+            0 if own else into.nbytes for own, (_, into) in zip(is_direct, wanted, strict=True)
+        ]
+        if self._received.size < sum(sizes):
+            self._received = self._worker.pinned(sum(sizes))
+        ends = pairwise(np.cumsum([0, *sizes]).tolist())
+        staged = [self._received[first:end] for first, end in ends]
+        for (start, into), own, room in zip(wanted, is_direct, staged, strict=True):
+            self._worker.copy(_address(into if own else room), start, into.nbytes)
+        self._worker.stream.sync()
+        for (_, into), own, room in zip(wanted, is_direct, staged, strict=True):
+            if not own:
+                into[:] = room
 
 
-class _GpuArray(NamedTuple):
-    """An array that a kernel reads: where the GPU has it, or its place in the room."""
+class _Input(NamedTuple):
+    """An array that a kernel reads: its place in the room, or where the GPU has it already."""
 
     raw: NDArray[Any]
-    resident: int | None
     place: int
+    there: int | None
 
     def address(self, room: int) -> int:
-        return room + self.place if self.resident is None else self.resident
+        return self.there or room + self.place
 
 
 class _GpuRoom:
@@ -547,10 +589,6 @@ class _GpuRoom:
         """Return the place of so many bytes."""
         place, self.size = self.size, self.size + -(-nbytes // ALIGNMENT) * ALIGNMENT
         return place
-
-    def add(self, raw: NDArray[Any], number: int) -> _GpuArray:
-        resident = _resident_address(raw, number)
-        return _GpuArray(raw, resident, 0 if resident else self.take(raw.nbytes))
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -121,9 +121,19 @@ class Cost:
         if self.plan.options.threads:
             return self.plan.options.threads
         cores, most = available_cores(), self._device.most_threads
-        if most is not None and self.plan.is_held and not self.surveys_first:
+        if most is not None and self.plan.is_held and not self._surveys_here:
             return 1  # which only has to ask for everything
         return min(cores, most or cores)
+
+    @property
+    def _surveys_here(self) -> bool:
+        """True if the processor must see tensors before they are merged."""
+        surveyed = [tensor for tensor in self.plan.tensors if self._survey_reads(tensor)]
+        return not self._device.finds_cuts or any(
+            tensor.joint_reads or len(tensor.surveyed_stages(m)) != len(tensor.ranks_of(m)[:1])
+            for tensor in surveyed
+            for m in tensor.models
+        )
 
     @property
     def _max_gpu_memory(self) -> int:

@@ -332,6 +332,16 @@ class TensorPlan:
             if self.is_surveyed_by(self.stages[position], settings)
         ]
 
+    def ranks_of(self, model: int) -> Sequence[int]:
+        """Return the ranks of magnitudes that the first delta stage's survey of a model asks for.
+
+        There are none if it does not count all elements of the difference from the base.
+        """
+        stage, settings = self.stages[0], self.settings_of(model)
+        if not settings or self.drop_of(model) or not self.is_surveyed_by(stage, settings[0]):
+            return ()
+        return [rank for rank in stage.ranks(settings[0], self.elements) if rank]
+
     @property
     def has_gpu_stages(self) -> bool:
         """Tell whether a stage takes it as a whole matrix, and can do so on a GPU."""

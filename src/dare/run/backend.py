@@ -17,13 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare import kernels
-from dare.kernels import ChunkJob, Done
+from dare.kernels import ChunkJob, Done, device_of
 from dare.kernels.reference import magnitude_bits
 from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
 from dare.stages import Settings
-from dare.stages.blocks import INFINITY, Block, Deltas, DeltaView, JointView, Note, Scratch
+from dare.stages.blocks import (
+    INFINITY,
+    Block,
+    ComputedError,
+    Deltas,
+    DeltaView,
+    JointView,
+    Note,
+    OnlyNotes,
+    Scratch,
+)
 from dare.stages.dropping import make_up_for
 from dare.stages.matrices import chunk_of_summary
 from dare.tensors.chunks import CHUNK, chunk_count, chunk_spans
@@ -50,6 +60,7 @@ class Chunk(NamedTuple):
     summary: Any = None  # the finding of the combine stage, or the matrix of refine stages
     # The digests of every chunk of base and models; none of those that must be computed.
     known: Sequence[Sequence[str]] = ()
+    there: Sequence[int] = ()  # addresses of base and models on the GPU that merges, if it has them
 
     @property
     def size(self) -> int:
@@ -76,6 +87,10 @@ class Chunk(NamedTuple):
                 base=self.base[part],
                 tuned={model: raw[part] for model, raw in self.tuned.items()},
                 known=[digests[numbers] for digests in self.known],
+                there=[
+                    address + first * raw.itemsize
+                    for address, raw in zip(self.there, self.inputs, strict=False)
+                ],
             )
 
 
@@ -97,6 +112,25 @@ class Room(NamedTuple):
         return Room(self.raw[first : first + nbytes], place)
 
 
+class Made(NamedTuple):
+    """Chunks of one tensor that follow each other and are done."""
+
+    chunk: Chunk
+    inputs: Sequence[Sequence[str]]  # digests of the chunks of base and models
+    output: Sequence[str]  # digests of the result's
+    of_models: Callable[[], Sequence[Sequence[tuple[int, ...]]]]  # figures of each model's chunks
+    exceptions: Sequence[tuple[int, int]] = ()  # none if all is finite
+
+    def records(self) -> list[Record]:
+        """Return a record for each chunk."""
+        name, first = self.chunk.tensor.name, self.chunk.number
+        numbers = range(first, first + len(self.output))
+        exceptions = self.exceptions or [(0, 0)] * len(self.output)
+        models = list(zip(*self.of_models(), strict=True)) or [()] * len(self.output)
+        found = zip(zip(*self.inputs, strict=True), self.output, models, exceptions, strict=True)
+        return [Record(name, number, *each) for number, each in zip(numbers, found, strict=True)]
+
+
 class Place(NamedTuple):
     """A surveying stage's place in a chain, the findings of those before it, and its census."""
 
@@ -114,8 +148,15 @@ class Backend(ABC):
     gpu: int | None  # the number of the GPU that has the rooms on a GPU
 
     @abstractmethod
-    def merge(self, batch: Sequence[tuple[Chunk, Room]]) -> list[Record]:
-        """Merge chunks, or copy those that are not merged; store the result of each in its room."""
+    def merge(self, batch: Sequence[tuple[Chunk, Room]]) -> list[Made]:
+        """Merge chunks, or copy those that are not merged; store the result of each in its room.
+
+        Chunks that follow each other may be made in several parts.
+        """
+
+    @abstractmethod
+    def find_cuts(self, surveys: Sequence[tuple[TensorPlan, int]]) -> None:
+        """Find what the surveys of some models' tensors will ask for, if all at once is faster."""
 
     @abstractmethod
     def digests(self, raws: Sequence[Raw], known: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -148,17 +189,6 @@ class Noted(NamedTuple):
     job: ChunkJob
 
 
-def _records_of(
-    chunk: Chunk,
-    inputs: Sequence[Sequence[str]],
-    output: Sequence[str],
-    figures: Sequence[Figures],
-) -> list[Record]:
-    found = zip(zip(*inputs, strict=True), output, figures, strict=True)
-    name, first = chunk.tensor.name, chunk.number
-    return [Record(name, first + n, *each[:2], *each[2]) for n, each in enumerate(found)]
-
-
 class ArrayBackend(Backend):
     """Computes on NumPy arrays, with the kernels of any device."""
 
@@ -174,91 +204,97 @@ class ArrayBackend(Backend):
         inputs = pinned(rows * read) if pinned else np.empty(rows * read, np.uint8)
         self.inputs = inputs.reshape(rows, read)
         self.output = (pinned or aligned_bytes)(span + ALIGNMENT)
-        # Chunks that can be merged as one, because no stage asks for values.
-        self._together = chunks if plan.cost.is_fused else 1
-        self._scratch = Scratch(CHUNK * self._together)
+        self._scratch = Scratch(CHUNK)
+        self._cuts: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
         self._chains: tuple[TensorPlan, dict[int, _ModelChain]] | None = None
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
-    def merge(self, batch: Sequence[tuple[Chunk, Room]]) -> list[Record]:
-        parts = [part for chunk, room in batch for part in self._parts(chunk, room)]
-        prepared = [self._prepare(part, into) for part, into in parts]
+    def merge(self, batch: Sequence[tuple[Chunk, Room]]) -> list[Made]:
+        prepared = [self._prepare(chunk, into) for chunk, into in batch]
         jobs = [each.job for each in prepared if isinstance(each, Noted)]
         done = iter(self._kernels.merge(jobs, self._threshold_bits))
-        made: list[Record] = []
-        for (part, into), each in zip(parts, prepared, strict=True):
-            made += self._finish(part, into, each, next(done)) if isinstance(each, Noted) else each
+        made: list[Made] = []
+        for (chunk, into), each in zip(batch, prepared, strict=True):
+            made += self._finish(chunk, into, each, next(done)) if isinstance(each, Noted) else each
         return made
 
-    def _parts(self, chunk: Chunk, room: Room) -> Iterator[tuple[Chunk, Room]]:
-        """Yield what can be merged as one, with its place."""
-        width = chunk.tensor.dtype.itemsize
-        for part in chunk.split(self._together):
-            first = (part.start - chunk.start) * width
-            yield part, room.part(first, part.size * width)
-
-    def _prepare(self, chunk: Chunk, into: Room) -> Noted | list[Record]:
+    def _prepare(self, chunk: Chunk, into: Room) -> Noted | list[Made]:
         """Take chunks through all stages: what is only noted down is left to be done."""
         tensor = chunk.tensor
         if not tensor.is_merged:
-            return self._made(chunk, into, self._convert(chunk, into.raw))
-        deltas = self._deltas(chunk)
-        if tensor.refine_stages:
-            merged = chunk_of_summary(deltas)
-        else:
-            merged = tensor.combine_stage.apply(deltas, **tensor.combine)
-        sole = self._plan.sole_model(tensor)
-        if sole is None and isinstance(merged, Note) and not merged.is_array:
+            return [self._made(chunk, into, self._convert(chunk, into.raw))]
+        try:
+            deltas = self._deltas(chunk)
+            merged = self._combined(deltas, tensor)
+        except ComputedError:
+            return self._by_chunks(chunk, into)
+        is_noted = isinstance(merged, Note) and not merged.is_array
+        if is_noted and self._plan.sole_model(tensor) is None:
             scale, known = np.float32(self._plan.recipe.scale), [bool(each) for each in chunk.known]
             out = into.raw.view(tensor.dtype.carrier)
             how = merged.operands, chunk.start, merged.elects, scale, out, known, into.on_gpu
-            return Noted(deltas, merged, ChunkJob(chunk.base, *how))
-        base, merged = chunk.base, np.asarray(merged)
-        if sole is not None:  # the stages were run for their figures
-            merged.fill(0)
-            base = chunk.tuned[sole]
-        return self._made(chunk, into, self._store(deltas, base, merged, tensor.dtype, into.raw))
+            return Noted(deltas, merged, ChunkJob(chunk.base, *how, chunk.there))
+        if chunk.size > CHUNK:
+            return self._by_chunks(chunk, into)
+        return [self._made_of(deltas, merged, chunk, into)]
 
-    def _finish(self, chunk: Chunk, into: Room, noted: Noted, done: Done) -> list[Record]:
+    def _combined(self, deltas: Deltas, tensor: TensorPlan) -> Any:
+        """Return the merged delta: an array, or what is noted down of it."""
+        if tensor.refine_stages:
+            return chunk_of_summary(deltas)
+        return tensor.combine_stage.apply(deltas, **tensor.combine)
+
+    def _by_chunks(self, chunk: Chunk, into: Room) -> list[Made]:
+        """Compute chunks step by step, one after the other."""
+        made, width = [], chunk.tensor.dtype.itemsize
+        for part in chunk.split():
+            deltas, first = self._deltas(part), (part.start - chunk.start) * width
+            room = into.part(first, part.size * width)
+            made.append(self._made_of(deltas, self._combined(deltas, part.tensor), part, room))
+        return made
+
+    def _made_of(self, deltas: Deltas, merged: Floats, chunk: Chunk, into: Room) -> Made:
+        """Add what was merged to the base, and store it."""
+        base, merged = chunk.base, np.asarray(merged)
+        if (sole := self._plan.sole_model(chunk.tensor)) is not None:
+            merged.fill(0)  # the stages were run for their figures
+            base = chunk.tuned[sole]
+        exceptions = self._add(base, merged, chunk.tensor.dtype, into.raw)
+        figures = [block.figures() for block in deltas.blocks]
+        return self._made(chunk, into, exceptions, figures)
+
+    def _finish(self, chunk: Chunk, into: Room, noted: Noted, done: Done) -> list[Made]:
         """Take in what was done; do it once more, step by step, where something is not finite."""
-        dtype = chunk.tensor.dtype
-        if done.figures[..., 0].max() > INFINITY or done.peak >= dtype.overflow_bits:
-            found = self._store(noted.deltas, chunk.base, noted.note.array, dtype, into.raw)
-            return self._made(chunk, into, found)
-        noted.deltas.measured(done.figures)
-        found = self._figures(noted.deltas, [(0, 0)] * chunk_count(chunk.size))
+        if done.figures[..., 0].max() > INFINITY or done.peak >= chunk.tensor.dtype.overflow_bits:
+            return self._by_chunks(chunk, into)
         pairs = zip(chunk.known, done.digests, strict=False)  # that of the result has no other
         inputs = [list(known) or digests for known, digests in pairs]
-        return _records_of(chunk, inputs, done.digests[-1], found)
+        figures = partial(_measured, noted.deltas, done.figures)
+        return [Made(chunk, inputs, done.digests[-1], figures)]
 
-    def _made(self, chunk: Chunk, into: Room, figures: list[Figures]) -> list[Record]:
+    def _made(
+        self,
+        chunk: Chunk,
+        into: Room,
+        exceptions: list[tuple[int, int]],
+        figures: Sequence[Sequence[tuple[int, ...]]] = (),
+    ) -> Made:
         """Hash what was read and made here, while it is in the cache."""
         if into.on_gpu is not None:
             self._kernels.send(into.raw, into.on_gpu)
         raws = [*chunk.inputs, into.raw.view(chunk.tensor.dtype.carrier)]
         *inputs, output = self.digests(raws, [*chunk.known, ()])
-        return _records_of(chunk, inputs, output, figures)
+        return Made(chunk, inputs, output, lambda: figures, exceptions)
 
-    def _store(
-        self, deltas: Deltas, base: Raw, merged: Floats, dtype: StorageType, into: Bytes
-    ) -> list[Figures]:
-        """Add what was merged to the base, and store it."""
-        return self._figures(deltas, self._add(base, merged, dtype, into))
-
-    def _figures(self, deltas: Deltas, exceptions: list[tuple[int, int]]) -> list[Figures]:
-        of_chunks = zip(*(block.figures() for block in deltas.blocks), strict=True)
-        return list(zip(of_chunks, exceptions, strict=True))
-
-    def _convert(self, chunk: Chunk, into: Bytes) -> list[Figures]:
+    def _convert(self, chunk: Chunk, into: Bytes) -> list[tuple[int, int]]:
         """Store the base in the type of the output."""
         dtype = chunk.tensor.dtype
         if dtype == chunk.tensor.base.dtype:
             into[:] = chunk.base.view(np.uint8)
-            return [((), (0, 0))] * chunk_count(chunk.size)
-        nothing = np.zeros(chunk.size, np.float32)
-        return [((), counts) for counts in self._add(chunk.base, nothing, dtype, into)]
+            return []
+        return self._add(chunk.base, np.zeros(chunk.size, np.float32), dtype, into)
 
     def digests(self, raws: Sequence[Raw], known: Sequence[Sequence[str]]) -> list[list[str]]:
         pairs = list(zip(raws, known, strict=True))
@@ -282,18 +318,23 @@ class ArrayBackend(Backend):
             return chunk and self._block(chunk, model, place.before, place.position)
 
         spare_bytes = self._plan.cost.spare_bytes
-        find = None if place.position else self._cut_finder(tensor, model)
-        return DeltaView(self._kernels, tensor.shape, spare_bytes, blocks, place.census, peek, find)
+        cuts = {} if place.position else self._cuts
+        shown = self._kernels, tensor.shape, spare_bytes, blocks, place.census, peek
+        return DeltaView(*shown, lambda rank: cuts.get((tensor.name, model, rank)))
 
-    def _cut_finder(self, tensor: TensorPlan, model: int) -> Any:
-        """Return what finds cuts of a model's delta on a GPU that holds it; None without one."""
-        find = getattr(self._kernels, "find_cut", None)
-        sources = self._plan.base_of(tensor), self._plan.source_of(tensor, model)
-        held = [found.elements for source in sources if (found := source.held(tensor.name))]
-        is_change, _ = self._chain_of(tensor, model)
-        if find is None or len(held) < len(sources) or is_change or tensor.drop_of(model):
-            return None
-        return partial(find, *held)
+    def find_cuts(self, surveys: Sequence[tuple[TensorPlan, int]]) -> None:
+        self._cuts.clear()
+        if not device_of(self._plan.device).finds_cuts:
+            return
+        asked = {}
+        for tensor, model in surveys:
+            base, source = self._plan.base_of(tensor), self._plan.source_of(tensor, model)
+            held = [each.held(tensor.name) for each in (base, source)]
+            there = [(each.elements, each.on_gpu) for each in held if each and each.on_gpu]
+            if len(there) == 2 and not source.delta_of(tensor.name).is_change:
+                for rank in tensor.ranks_of(model):
+                    asked[tensor.name, model, rank] = (*there[0], *there[1], rank)
+        self._cuts |= zip(asked, self._kernels.find_cuts(list(asked.values())), strict=True)
 
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
         def deltas() -> Iterator[Deltas]:
@@ -317,7 +358,7 @@ class ArrayBackend(Backend):
             self._seeds[model],
             tuned,
             self._nothing[: tuned.size] if is_delta else chunk.base,
-            self._scratch,
+            self._scratch_for(chunk),
             self._threshold_bits,
         )
         if (drop := tensor.drop_of(model)) is not None:
@@ -329,6 +370,9 @@ class ArrayBackend(Backend):
         if before is not None:
             block.draw = chain[before][-1]
         return block
+
+    def _scratch_for(self, chunk: Chunk) -> Scratch | OnlyNotes:
+        return self._scratch if chunk.size <= CHUNK else OnlyNotes()
 
     def _chain_of(self, tensor: TensorPlan, model: int) -> _ModelChain:
         """Return the stages for a model's tensor, found once for all its chunks."""
@@ -346,7 +390,7 @@ class ArrayBackend(Backend):
         """Return the deltas of all models as they come to the combine stage."""
         found, weights = chunk.summaries, chunk.tensor.weights
         blocks = [self._block(chunk, model, found.get(model, {})) for model in chunk.tuned]
-        arrays = self._scratch, self._threshold_bits
+        arrays = self._scratch_for(chunk), self._threshold_bits
         return Deltas(self._kernels, chunk.base, blocks, weights, *arrays, chunk.summary)
 
     def _add(
@@ -370,6 +414,12 @@ class ArrayBackend(Backend):
             nans = np.count_nonzero(found > INFINITY)
             counts.append((int(np.count_nonzero(overflowed)), int(nans)))
         return counts
+
+
+def _measured(deltas: Deltas, figures: NDArray[np.int64]) -> list[list[tuple[int, ...]]]:
+    """Return the figures of each model's chunks, from those of the kernel that merged them."""
+    deltas.measured(figures)
+    return [block.figures() for block in deltas.blocks]
 
 
 def open_backend(plan: Plan) -> Backend:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from dare.output.sink import Sink
 from dare.planning.data import CensusPlan, TensorPlan
 from dare.planning.plan import Plan
 from dare.planning.slices import Share
-from dare.run.backend import Backend, Bytes, Chunk, Place, Room, Summaries
+from dare.run.backend import Backend, Bytes, Chunk, Made, Place, Room, Summaries
 from dare.run.threads import Id, Results, Step
 from dare.stages.blocks import DeltaView, Grams
 from dare.stages.matrices import refine
@@ -199,6 +198,14 @@ def _making(
 # ---------------------------------------------------------------- doing the steps
 
 
+@dataclass
+class Batch:
+    """Chunks to be made together; those that follow each other in a tensor are one step of it."""
+
+    steps: list[Make] = field(default_factory=list)
+    count: int = 0  # of the steps that they were
+
+
 Progress = Callable[[int], None]  # called with the number of bytes that were just read
 # Makes chunks, puts them away, and returns their records in order.
 Coder = Callable[[Sequence[Chunk]], list[Record]]
@@ -229,18 +236,22 @@ class Worker:
 
     def prefetch(self, step: Step) -> None:
         """Ask for the bytes of a chunk; for steps that read whole tensors the system does it."""
-        if isinstance(step, Make):
+        if isinstance(step, Make) and not self._plan.is_held:
             tensor = self._tensors[step.tensor]
             for source in sources_of(self._plan, tensor, tensor.models):
                 source.prefetch(tensor.name, *chunk_span(step.chunk, tensor.elements))
 
     def do(self, steps: Sequence[Step], results: Results) -> Iterator[Any]:
         """Do steps: yield records of what was written, or what other steps need."""
+        surveys = (step for step in steps if isinstance(step, Survey))
+        self._backend.find_cuts(
+            [(self._tensors[s.tensor], s.model) for s in surveys if s.model is not None]
+        )
         for work in self._batches(steps):
             match work:
-                case list() as batch:
-                    records = iter(self._coder(list(self._read_batch(batch, results))))
-                    yield from (list(islice(records, count)) for count in self._counts(batch))
+                case Batch(steps=batch, count=number):
+                    yield self._coder(list(self._read_batch(batch, results)))
+                    yield from ([] for _ in range(number - 1))  # records came with the first step
                 case Make() as step:
                     assert isinstance(self._coder, Recoder)  # as the output has another format
                     read = partial(self._read_made, step, results)
@@ -378,42 +389,41 @@ class Worker:
         held = [s.held(tensor.name) for s in sources_of(self._plan, tensor, tensor.models)]
         span = step.chunk * CHUNK, step.elements, place
         for chunk in self._read(tensor, tensor.models, _summaries_of(tensor, results), *span):
-            numbers = range(chunk.number, chunk.number + chunk_count(chunk.size))
-            known = [[each.digests[n] for n in numbers] if each else [] for each in held]
-            yield chunk._replace(summary=results.get(survey_id(tensor)), known=known)
+            first, end = chunk.number, chunk.number + chunk_count(chunk.size)
+            known = [each.digests[first:end] if each else [] for each in held]
+            there = [
+                each.on_gpu + chunk.start * each.elements.itemsize
+                for each in held
+                if each is not None and each.on_gpu is not None
+            ]
+            summary = results.get(survey_id(tensor))
+            yield chunk._replace(
+                summary=summary, known=known, there=there if len(there) == len(held) else ()
+            )
 
-    def _batches(self, steps: Sequence[Step]) -> Iterator[list[Make] | Step]:
-        """Yield steps one by one, but chunks in batches of as many as the buffers have room for.
-
-        Chunks that follow each other in a tensor become one step.
-        """
-        batch: list[Make] = []
+    def _batches(self, steps: Sequence[Step]) -> Iterator[Batch | Step]:
+        """Yield steps one by one, but chunks in batches of as many as the buffers have room for."""
+        batch = Batch()
         place = 0  # where the last step of the batch begins in the buffers
         for step in steps:
             if not isinstance(step, Make) or isinstance(self._coder, Recoder):
-                if batch:
+                if batch.count:
                     yield batch
-                    batch = []
+                    batch = Batch()
                 yield step
                 continue
-            last = batch[-1] if batch else None
+            last = batch.steps[-1] if batch.count else None
             if last and self._follows(step, last, place):
-                batch[-1] = replace(last, elements=last.elements + step.elements)
-                continue
-            place = _place_after(place, last) if last else 0
-            if last and place + step.elements > self._backend.batch_elements:
-                yield batch
-                batch, place = [], 0
-            batch.append(step)
-        if batch:
+                batch.steps[-1] = replace(last, elements=last.elements + step.elements)
+            else:
+                place = _place_after(place, last) if last else 0
+                if last and place + step.elements > self._backend.batch_elements:
+                    yield batch
+                    batch, place = Batch(), 0
+                batch.steps.append(step)
+            batch.count += 1
+        if batch.count:
             yield batch
-
-    def _counts(self, batch: Sequence[Make]) -> Iterator[int]:
-        """Yield the number of chunks of each step that is in a batch."""
-        for step in batch:
-            chunks = chunk_count(step.elements)
-            together = self._plan.chunks_together(self._tensors[step.tensor])
-            yield from (min(together, chunks - first) for first in range(0, chunks, together))
 
     def _follows(self, step: Make, last: Make, place: int) -> bool:
         """Tell if a chunk can be read with those before it; some sources have room for one."""
@@ -445,28 +455,33 @@ class Merger:
 
     def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
         rooms = list(self._rooms(batch))
-        records = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
-        made = iter(records)
-        for chunk in batch:
-            self._check(chunk, list(islice(made, chunk_count(chunk.size))))
+        made = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
+        for each in made:
+            self._check(each)
         for chunk, room, is_in_place in rooms:
             name, offset = chunk.tensor.name, chunk.start * chunk.tensor.dtype.itemsize
             if room.on_gpu is not None:
                 self._sink.take_from_gpu(name, offset)
             elif not is_in_place:
                 self._sink.write(name, offset, room.raw)
-        return records
+        return self.records(made)
 
-    def _check(self, chunk: Chunk, made: Sequence[Record]) -> None:
+    def records(self, made: Sequence[Made]) -> list[Any]:
+        """Return what is kept of chunks that are done."""
+        return [record for each in made for record in each.records()]
+
+    def _check(self, made: Made) -> None:
         """Refuse results that are not finite, and copies that differ from the base."""
-        tensor = chunk.tensor
-        if not self._plan.recipe.allow_not_finite and any(
-            is_suspect(each.models, each.exceptions) for each in made
+        chunk, tensor = made.chunk, made.chunk.tensor
+        if (
+            made.exceptions
+            and not self._plan.recipe.allow_not_finite
+            and any(is_suspect(each.models, each.exceptions) for each in made.records())
         ):
-            exceptions = list(map(sum, zip(*(each.exceptions for each in made), strict=True)))
+            exceptions = list(map(sum, zip(*made.exceptions, strict=True)))
             check_chunk(self._plan, tensor, chunk.base, chunk.tuned, exceptions)
         for place, model in enumerate(() if tensor.is_merged else tensor.models, start=1):
-            if any(each.inputs[place] != each.inputs[0] for each in made):
+            if made.inputs[place] != made.inputs[0]:
                 whose = f"{tensor.base.dtype.name} values of {self._plan.model_names[model]}"
                 raise MismatchError(
                     f"{tensor.name}: the {whose} differ from the base's and cannot be merged; set "
@@ -508,10 +523,10 @@ class Recoder(Merger):
             is_repeat = bool(made)  # then the records would be the same again
             for chunk in read_inputs():
                 room = self._backend.output[: chunk.size * tensor.dtype.itemsize]
-                part = self._backend.merge([(chunk, Room(room))])
-                self._check(chunk, part)
-                if not is_repeat:
-                    made.extend(part)
+                for part in self._backend.merge([(chunk, Room(room))]):
+                    self._check(part)
+                    if not is_repeat:
+                        made.extend(part.records())
                 yield room.view(tensor.dtype.carrier)
 
         def read(size: int) -> Iterator[tuple[int, Raw]]:

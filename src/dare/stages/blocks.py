@@ -46,7 +46,7 @@ class Block:
     tuned: NDArray[Any]
     # The base's stored elements, or zeros: the delta is the difference from these.
     origin: NDArray[Any]
-    _scratch: Scratch
+    _scratch: Scratch | OnlyNotes
     _threshold_bits: np.int32
     factor: float = 1.0  # a number that `values` still have to be multiplied by
     summary: Any = None  # the result of the survey of the stage being applied
@@ -309,6 +309,17 @@ class Scratch:
         return self._finite[1]
 
 
+class ComputedError(Exception):
+    """Values are asked for where notes alone are taken: of several chunks at once."""
+
+
+class OnlyNotes:
+    """In the place of a `Scratch`: whatever is computed needs an array of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ComputedError(name)
+
+
 def _without_common_infinities(tuned: NDArray[Any], base: NDArray[Any]) -> NDArray[Any]:
     """Return a model's elements, but where the base is infinite their difference from it."""
     values, origin = _decoded(tuned), _decoded(base)
@@ -379,7 +390,7 @@ class Deltas:
     _base: NDArray[Any]
     blocks: Sequence[Block]
     weights: Sequence[float]
-    _scratch: Scratch
+    _scratch: Scratch | OnlyNotes
     _threshold_bits: np.int32
     summary: Any = None
 
@@ -398,13 +409,13 @@ class Deltas:
 
     def sum(self, weights: Sequence[float], of_base: float = 0.0) -> Floats:
         """Return Σ weight·factor·delta + of_base·base, each product rounded once to float32."""
-        total = self._scratch.merged[: self.size]
         if self._can_note(weights):
             noted = Note(self, weights, [0.0] * len(weights), elects=False)
             if not of_base:
                 return cast("Floats", noted)
             total = noted.array
         else:
+            total = self._scratch.merged[: self.size]
             total.fill(0)
             for block, weight in zip(self.blocks, weights, strict=True):
                 if weight != 0:  # and not 0·∞
@@ -418,9 +429,9 @@ class Deltas:
 
         A side is divided by the sum of its models' shares.
         """
-        merged = self._scratch.merged[: self.size]
         if self._can_note(weights):
             return cast("Floats", Note(self, weights, shares, elects=True))
+        merged = self._scratch.merged[: self.size]
         sums = self.sides(weights, shares, of_all=True)
         with np.errstate(invalid="ignore", over="ignore"):
             balance = sums[0] + sums[1]
@@ -514,8 +525,8 @@ class DeltaView(View):
     census: Any = None  # the conclusion of the stage's census for the tensor, if it has one
     # Returns a block of elements from all over the tensor; None if reading them takes long.
     peek: Callable[[], Block | None] = lambda: None
-    # Finds a rank's bits and the place after its equals that count, on a GPU that holds the delta.
-    cut_on_gpu: Callable[[int], tuple[int, int] | None] | None = None
+    # Returns a rank's bits and the place after its equals that count, if they were found before.
+    known_cut: Callable[[int], tuple[int, int] | None] = lambda _rank: None
 
     sampled: int = 0  # elements in the sample, once it was taken
 

@@ -216,6 +216,8 @@ class Stage:
     # The part of that memory which it leaves behind; None: all.
     kept_bytes: SurveyBytes | None = None
     census: Census | None = None
+    # The ranks of magnitudes, from the largest on, that its survey of so many elements asks for.
+    ranks: Callable[[Settings, int], Sequence[int]] = lambda _settings, _elements: ()
     check: Check = lambda _settings: None
     # Says why a combine stage cannot take such weights, and the remedy; empty if it can.
     weights_fault: Callable[[Settings, Sequence[float]], str] = lambda _settings, _weights: ""

@@ -5,7 +5,7 @@ magnitudes it most likely lies. One pass counts what is above and collects what 
 is found exactly among these. If it is not there, or if there is no room for them and they differ,
 it is found by counting: a magnitude's bits order like the magnitude, so all are counted by their
 upper 16 bits, then those in the bin that holds the k-th by their lower 15. A GPU that holds the
-tensor finds it by itself.
+models finds the ranks that a stage declares (`ranks`) before its surveys begin.
 """
 
 from __future__ import annotations
@@ -90,11 +90,10 @@ def find_cuts(view: DeltaView, wanted: Callable[[int], Sequence[int]]) -> list[C
     The rank 0 is above all. If no more elements than a rank are not zero, its cut is below them.
     """
     elements = math.prod(view.shape)
-    if view.cut_on_gpu and elements > SMALL:
-        cuts = [view.cut_on_gpu(rank) if rank else ABOVE_ALL for rank in wanted(elements)]
-        found = [Cut(*cut) for cut in cuts if cut is not None]
-        if len(found) == len(cuts):
-            return found
+    cuts = [view.known_cut(rank) if rank else ABOVE_ALL for rank in wanted(elements)]
+    known = [Cut(*cut) for cut in cuts if cut is not None]
+    if len(known) == len(cuts):
+        return known
     sample = view.sample() if elements > SMALL else None
     brackets = _brackets(sample, wanted(0 if sample is None else sample.size))
     room = max(view.spare_bytes, 4 * CHUNK) // (8 * len(brackets))
@@ -325,6 +324,9 @@ def _cut_of_model(view: DeltaView) -> Cut:
         ),
         observation_bytes=BINS * 10,
     ),
+    ranks=lambda settings, elements: (
+        [_wanted(settings["keep_ratio"], elements)] if settings["scope"] == "tensor" else []
+    ),
     is_identity=lambda settings: settings["keep_ratio"] == 1,
     is_lazy=always,
 )
@@ -391,6 +393,11 @@ def survey_middle(
     sees="tensor",
     survey=survey_middle,
     surveys_when=lambda settings: settings["keep_middle"] < 1,
+    ranks=lambda settings, elements: (
+        _ranks((settings["keep_middle"], settings["drop_largest"]), elements)
+        if settings["per"] == "tensor"
+        else []
+    ),
     is_lazy=lambda settings: settings["per"] == "tensor",
     is_identity=lambda settings: settings["keep_middle"] == 1,
 )

@@ -23,7 +23,16 @@ from dare.api import AnyRecipe, make_request, merge
 from dare.documents.words import counted, named, show_size
 from dare.errors import InputError, OutputError, RecipeError
 from dare.inputs.opening import Inputs
-from dare.inputs.sources import Aligned, Held, HeldSource, Source, held_bytes, hold, stamps_of
+from dare.inputs.sources import (
+    Aligned,
+    Held,
+    HeldSource,
+    Source,
+    held_bytes,
+    hold,
+    stamps_of,
+    with_addresses,
+)
 from dare.kernels import keep_on_gpu
 from dare.output.memory import (
     WRITING,
@@ -86,6 +95,8 @@ class Candidates:
         held = hold(opened.base, opened.models, self.options.threads or available_cores())
         elements = (each.elements for weights in held for each in weights.values())
         device, self._on_gpu = keep_on_gpu(self.options.device, elements)
+        if self._on_gpu is not None:
+            held = [with_addresses(weights, self._on_gpu.address_of) for weights in held]
         self.options = self.options.changed(device=device)
         self.names = tuple(opened.base.tensors)  # of the base's tensors
         self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
