@@ -121,17 +121,18 @@ class Cost:
         if self.plan.options.threads:
             return self.plan.options.threads
         cores, most = available_cores(), self._device.most_threads
-        if most is not None and self.plan.is_held and not self._surveys_here:
+        if most is not None and self.plan.is_held and not self.surveys_here:
             return 1  # which only has to ask for everything
         return min(cores, most or cores)
 
-    @property
-    def _surveys_here(self) -> bool:
+    @cached_property
+    def surveys_here(self) -> bool:
         """True if the processor must see tensors before they are merged."""
-        surveyed = [tensor for tensor in self.plan.tensors if self._survey_reads(tensor)]
-        return not self._device.finds_cuts or any(
+        if not (self._device.finds_cuts and self.plan.is_held):
+            return self.surveys_first
+        return any(
             tensor.joint_reads or len(tensor.surveyed_stages(m)) != len(tensor.ranks_of(m)[:1])
-            for tensor in surveyed
+            for tensor in self.plan.merged()
             for m in tensor.models
         )
 
@@ -278,7 +279,7 @@ class Cost:
         """The memory that one thread needs, which `max_memory` must allow."""
         return self._workspace_for(1) + self._matrices_for(1) + self.shared_bytes
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Worker threads: those of the recipe or the machine, as far as memory allows."""
         one = self.workspace_bytes + self.matrix_work + self.matrix_bytes
@@ -307,7 +308,7 @@ class Cost:
     def held_bytes(self) -> int:
         return self._matrices_for(self.threads) + self.shared_bytes
 
-    @property
+    @cached_property
     def spare_bytes(self) -> int:
         """The memory that one thread's survey may use: half of what buffers do not need."""
         left = self.max_memory - self.held_bytes - self.threads * self.workspace_bytes

@@ -337,6 +337,7 @@ def _run_steps(
             known=known,
             collect=collect,
             one_group=holds_matrices,
+            ends_together=plan.cost.threads > 1 or not plan.is_held,
         )
 
 

@@ -57,6 +57,7 @@ def run_steps(
     collect: Callable[[Sequence[AnyStep], Sequence[Any]], None] = lambda _steps, _results: None,
     batch_elements: int = BATCH_ELEMENTS,
     one_group: bool = False,
+    ends_together: bool = True,
 ) -> None:
     """Carry out all steps; the first error, or Ctrl-C, stops the others and is raised here.
 
@@ -64,9 +65,10 @@ def run_steps(
     `collect` gets the results of every batch, in the thread that made them. `known` are results
     from before. A batch of several steps has at most `batch_elements`. With `one_group` its steps
     are all of one group, so that results of at most as many groups as threads are held: a group is
-    begun only when a thread works on each group that was begun before.
+    begun only when a thread works on each group that was begun before. So that all threads end
+    together, batches get smaller towards the end, unless `ends_together` is false.
     """
-    schedule = _Schedule(steps, known, threads, batch_elements, one_group)
+    schedule = _Schedule(steps, known, threads, batch_elements, one_group, ends_together)
     finished = threading.Semaphore(0)  # not Thread.join, which Ctrl-C can break for good
     errors: list[BaseException] = []
     asking = threading.Lock()
@@ -125,12 +127,14 @@ class _Schedule(Generic[AnyStep]):
         threads: int,
         batch_elements: int,
         one_group: bool,
+        ends_together: bool,
     ) -> None:
         self.stop = threading.Event()  # set when no more steps should be done
         self._steps = steps
         self._threads = threads
         self._batch_elements = batch_elements
         self._one_group = one_group
+        self._ends_together = ends_together
         self._changed = threading.Condition()
         self._results = dict(known)
         self._wanted = Counter(need for step in steps for need in step.needs)
@@ -149,13 +153,12 @@ class _Schedule(Generic[AnyStep]):
                 self._ready.append(place)  # in order, so it is a heap
 
     def take(self) -> list[int]:
-        """Wait for steps that can be done, and return their places; none when all are done.
-
-        Batches get smaller towards the end, so that all threads end together.
-        """
+        """Wait for steps that can be done, and return their places; none when all are done."""
         with self._changed:
             while not self.stop.is_set() and self._first_undone < len(self._steps):
-                room = min(self._batch_elements, self._left // (2 * self._threads))
+                room = self._batch_elements
+                if self._ends_together:
+                    room = min(room, self._left // (2 * self._threads))
                 if places := self._take(room):
                     return places
                 self._changed.wait()

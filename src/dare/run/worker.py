@@ -128,7 +128,7 @@ def list_steps(
             )
         elif chunks:
             merges = True
-            surveys = list(list_surveys(tensor, conclusions, group))
+            surveys = list(list_surveys(tensor, conclusions, group, reads=plan.cost.surveys_here))
             needs = tuple(survey.id for survey in surveys)
             steps += [*surveys, *_making(plan, tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
@@ -172,9 +172,14 @@ def conclusions_of(plan: Plan) -> Conclusions:
     return conclusions
 
 
-def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> Iterator[Survey]:
-    """List the surveys of one tensor: of each model, then of all."""
-    name, elements = tensor.name, tensor.elements
+def list_surveys(
+    tensor: TensorPlan, conclusions: Conclusions, group: int, *, reads: bool = True
+) -> Iterator[Survey]:
+    """List the surveys of one tensor: of each model, then of all.
+
+    They go into one batch if the processor need not read anything for them.
+    """
+    name, elements = tensor.name, tensor.elements if reads else 0
     surveys: list[Id] = []
     for model in tensor.models:
         if tensor.surveyed_stages(model):
