@@ -267,7 +267,7 @@ class ArrayBackend(Backend):
 
     def _finish(self, chunk: Chunk, into: Room, noted: Noted, done: Done) -> list[Made]:
         """Take in what was done; do it once more, step by step, where something is not finite."""
-        if done.figures[..., 0].max() > INFINITY or done.peak >= chunk.tensor.dtype.overflow_bits:
+        if done.figures[..., 0].max() >= INFINITY or done.peak >= chunk.tensor.dtype.overflow_bits:
             return self._by_chunks(chunk, into)
         pairs = zip(chunk.known, done.digests, strict=False)  # that of the result has no other
         inputs = [list(known) or digests for known, digests in pairs]
