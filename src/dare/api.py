@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 from dare.checks.inputs import with_base_among_models
 from dare.documents.shown import Progress, progress_to
 from dare.documents.words import counted
-from dare.errors import RecipeError
-from dare.inputs.arrays import Arrays, array_source, is_module, like_original, named_arrays
+from dare.errors import DareError, RecipeError
+from dare.inputs.arrays import Arrays, array_source, is_module, named_arrays, room_like
 from dare.inputs.names import tie
 from dare.inputs.opening import Inputs, convert_yaml, is_on_hub, take_extras
 from dare.inputs.sources import Aligned
-from dare.output.memory import MemorySink
+from dare.kernels import check_is_there
+from dare.output.memory import MemorySink, find_homes
 from dare.output.receipt import Report, find_manifest, make_report, repeating_document
 from dare.output.targets import refuse_existing
 from dare.planning.plan import Plan
@@ -342,6 +344,10 @@ def merge_arrays(
     A torch module stands for its `state_dict()`; the result is a dict all the same. Other byte
     orders are converted; arrays that are not dense, such as sparse tensors, are refused.
 
+    Tensors of one NVIDIA GPU are merged where they are, into tensors there, if all of them can be;
+    this takes the extra `gpu`. With `device="cuda"` the processor merges the rest. Give arrays of
+    CuPy or JAX as `torch.from_dlpack(array)`; `cupy.from_dlpack(tensor)` leads back.
+
     Settings are as in `merge`. Weights, seeds and parameters of delta stages (`model_settings`) can
     also be given as lists, one for each model. Rules call the models "model 0", "model 1", ….
 
@@ -369,18 +375,33 @@ def merge_arrays(
     tied, tuned, notes = tie(array_source(originals, "base"), sources, names)
     aligned = Aligned(take_extras(recipe, tied, tuned, names), tuned)
     inputs = Inputs(tuple(names), (None,) * (1 + len(names)), aligned, notes)
-    planned = plan_inputs(recipe, inputs, request.options)
+    planned = _where_inputs_are(plan_inputs(recipe, inputs, request.options))
     sample = take_sample(planned)
-    written = [TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors]
-    sink = MemorySink.with_room(written)
-    records = execute(planned, sink)
+    kin = {**originals, **dict.fromkeys(planned.base.extras, next(iter(originals.values()), None))}
+    written = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in planned.tensors}
+    merged = {name: room_like(original, written[name]) for name, original in kin.items()}
+    homes = find_homes(planned, merged, {name: name for name in merged})
+    records = execute(planned, MemorySink(homes))
     seconds = time.perf_counter() - started
     report = make_report(planned, records, sample, (), seconds, planned.cost.bytes_read, 0)
     shown = {*planned.warnings, *sample.notices}
     warn(planned, [notice for notice in report.warnings if notice not in shown])
-    kinds = {info.name: info for info in written}
-    kin = {**originals, **dict.fromkeys(planned.base.extras, next(iter(originals.values()), None))}
-    return {n: like_original(like, kinds[n], sink.arrays[n]) for n, like in kin.items()}, report
+    return merged, report
+
+
+def _where_inputs_are(plan: Plan) -> Plan:
+    """Return the plan for the GPU that the base is on; by default only if it merges everything."""
+    kind, there = plan.device, filter(None, map(plan.base.on_gpu, plan.base.tensors))
+    if kind not in ("auto", "cuda") or (first := next(there, None)) is None:
+        return plan
+    moved = replace(plan, options=plan.options.changed(device=f"{kind}:{first.gpu}"))
+    if kind == "auto" and not moved.cost.is_all_on_gpu:
+        return plan
+    with suppress(DareError):  # the processor merges what this GPU cannot
+        check_is_there(moved.device)
+        moved.cost.check()
+        return moved
+    return plan
 
 
 def _array_request(

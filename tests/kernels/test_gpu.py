@@ -118,7 +118,7 @@ def test_what_a_gpu_holds_is_not_sent_again(monkeypatch):
     kernels, sent = cuda.Kernels(last_gpu()), []
     copy = cuda._Worker.copy
     monkeypatch.setattr(cuda._Worker, "copy", lambda *a: (sent.append(a[-1]), copy(*a))[1])
-    there = [job._replace(there=[*map(held.address_of, job.inputs)]) for job in jobs]
+    there = [job._replace(there=[held.copy_of(raw).address for raw in job.inputs]) for job in jobs]
     found = kernels.merge(there, THRESHOLD)
     assert [(done.digests, figures_of(done)) for done in found] == expected
     assert sum(sent) < 1.1 * sum(job.out.nbytes for job in jobs)  # results and tables

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dare.errors import InputError
-from dare.inputs.sources import ArraySource
+from dare.inputs.sources import ArraySource, TensorOnGpu
 from dare.tensors.dtypes import BY_TORCH_NAME, StorageType
 from dare.tensors.header import TensorInfo
 
@@ -29,13 +29,13 @@ Arrays = Mapping[str, Any] | TorchModule
 
 
 def array_source(arrays: Arrays, label: str) -> ArraySource:
-    """Present a dict of arrays, or a torch module, as a source."""
+    """Present a dict of arrays, or a torch module, as a source. Tensors on a GPU stay there."""
     plain = {
         name: plain_array(array, f"{label}: {name}")
         for name, array in named_arrays(arrays, label).items()
     }  # held until all places are known: the next copy may reuse the memory of one that is freed
     return ArraySource(
-        {name: (kind, tuple(array.shape), _bytes(array)) for name, (kind, array) in plain.items()},
+        {n: (kind, tuple(array.shape), _stored(array, kind)) for n, (kind, array) in plain.items()},
         label=label,
         places={name: place_of(array) for name, (_, array) in plain.items()},
     )
@@ -63,7 +63,9 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
     elif isinstance(array, np.ndarray | np.generic):
         kind, is_view = BY_TORCH_NAME.get(array.dtype.name), not array.dtype.isnative
     else:
-        raise InputError(f"{where}: expected a NumPy array or a torch tensor, found {type(array)}")
+        remedy = "; give torch.from_dlpack(array)" if hasattr(array, "__dlpack__") else ""
+        what = f"expected a NumPy array or a torch tensor, found {type(array)}{remedy}"
+        raise InputError(f"{where}: {what}")
     if reason := _why_not_plain(array):
         raise InputError(f"{where}: {reason}")
     if kind is None:
@@ -103,11 +105,25 @@ def stored(array: Any, where: str) -> tuple[StorageType, tuple[int, ...], NDArra
     return kind, tuple(plain.shape), _bytes(plain)
 
 
+def _stored(plain: Any, kind: StorageType) -> NDArray[np.uint8] | TensorOnGpu:
+    if (gpu := gpu_of(plain)) is None or not plain.numel():
+        return _bytes(plain)
+    return TensorOnGpu(gpu, plain.contiguous().reshape(-1), kind.carrier)
+
+
 def _bytes(plain: Any) -> NDArray[np.uint8]:
     if is_torch(plain):
         plain = plain.cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
     flat: NDArray[np.uint8] = np.ascontiguousarray(plain).reshape(-1).view(np.uint8)
     return flat
+
+
+def room_like(original: Any, info: TensorInfo) -> Any:
+    """Make an array for a tensor, of the same library and device as `original`."""
+    if is_torch(original):
+        dtype = getattr(sys.modules["torch"], info.dtype.torch_name)
+        return original.new_empty(info.shape, dtype=dtype)
+    return np.empty(info.shape, info.dtype.numpy_type)
 
 
 def like_original(original: Any, info: TensorInfo, raw: NDArray[np.uint8]) -> Any:
@@ -139,6 +155,12 @@ def is_torch(array: Any) -> bool:
     """Return whether this is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
+
+
+def gpu_of(array: Any) -> int | None:
+    """Return the number of the GPU that a torch tensor is on; None if it is on none."""
+    is_there = is_torch(array) and array.device.type == "cuda"
+    return array.device.index if is_there else None
 
 
 def is_module(given: Any) -> TypeGuard[TorchModule]:

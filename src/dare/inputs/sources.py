@@ -7,13 +7,14 @@ no file is held open, and the second time each file must still be the one that w
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from dare import kernels
 from dare.documents.notices import Notice
 from dare.errors import InputError
 from dare.inputs.shards import STEMS, check_against_index, find_files, folders_of
+from dare.kernels import OnGpu
 from dare.stores.locations import to_path
 from dare.tensors.chunks import CHUNK, bytes_digest, chunk_count, chunk_span, chunk_spans
 from dare.tensors.dtypes import StorageType
@@ -95,7 +97,7 @@ class HeldTensor(NamedTuple):
 
     elements: Raw
     digests: list[str]
-    on_gpu: int | None = None  # the address of its elements on the GPU that merges, if it has them
+    on_gpu: OnGpu | None = None  # the same elements, if a GPU has them too
 
 
 class Source:
@@ -145,6 +147,10 @@ class Source:
 
     def held(self, name: str) -> HeldTensor | None:  # noqa: ARG002
         """Return a tensor that is in memory; None if it must be read."""
+        return None
+
+    def on_gpu(self, name: str) -> OnGpu | None:  # noqa: ARG002
+        """Return a tensor that is in a GPU's memory, with the very elements that `read` gives."""
         return None
 
     def place(self, name: str) -> Hashable:  # noqa: ARG002
@@ -305,12 +311,26 @@ class FileSource(InputFiles):
         return any(key in header.metadata for header in self.headers.values())
 
 
+class TensorOnGpu(OnGpu):
+    """A flat tensor of torch, in the memory of a GPU."""
+
+    def __init__(self, gpu: int, tensor: Any, carrier: np.dtype[Any]) -> None:
+        super().__init__(gpu, tensor.data_ptr(), carrier, tensor.numel())
+        self._bytes = tensor.view(sys.modules["torch"].uint8)
+        sys.modules["torch"].cuda.current_stream(gpu).synchronize()  # others will read there
+
+    def read(self, start: int, into: Raw) -> None:
+        """Fill an array with elements from `start` on."""
+        raw, first = into.view(np.uint8), start * self.itemsize
+        sys.modules["torch"].from_numpy(raw).copy_(self._bytes[first : first + raw.size])
+
+
 class ArraySource(Source):
     """Arrays in memory, each flat, as bytes or as elements of its carrier type."""
 
     def __init__(
         self,
-        arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw]],
+        arrays: Mapping[str, tuple[StorageType, tuple[int, ...], Raw | TensorOnGpu]],
         *,
         label: str = "arrays",
         places: Mapping[str, Hashable] = EMPTY,
@@ -320,13 +340,23 @@ class ArraySource(Source):
         for name, (dtype, shape, _) in arrays.items():
             admit(info := TensorInfo(name, dtype, shape, 0), self.tensors, label)
             self.tensors[name] = info
-        self._elements = {name: raw.view(kind.carrier) for name, (kind, _, raw) in arrays.items()}
+        self._elements: dict[str, Any] = {
+            name: raw if isinstance(raw, TensorOnGpu) else raw.view(kind.carrier)
+            for name, (kind, _, raw) in arrays.items()
+        }
 
     def place(self, name: str) -> Hashable:
         return self._places.get(name)
 
     def read(self, name: str, start: int, into: Raw, _base: Raw | None = None) -> None:
-        into[:] = self._elements[name][start : start + into.size]
+        if isinstance(elements := self._elements[name], TensorOnGpu):
+            elements.read(start, into)
+        else:
+            into[:] = elements[start : start + into.size]
+
+    def on_gpu(self, name: str) -> OnGpu | None:
+        elements = self._elements[name]
+        return elements if isinstance(elements, TensorOnGpu) else None
 
 
 # ---------------------------------------------------------------- other views of a source
@@ -396,6 +426,9 @@ class RenamedSource(SourceView):
         super().__init__(inner, tensors, names)
         self.ties = ties or inner.ties
 
+    def on_gpu(self, name: str) -> OnGpu | None:
+        return self.inner.on_gpu(self.names[name])
+
 
 class StackedSource(Source):
     """Tensors of several sources under new names, as one model."""
@@ -438,6 +471,10 @@ class StackedSource(Source):
     def held(self, name: str) -> HeldTensor | None:
         source, inner = self._homes[name]
         return source.held(inner)
+
+    def on_gpu(self, name: str) -> OnGpu | None:
+        source, inner = self._homes[name]
+        return source.on_gpu(inner)
 
     def place(self, name: str) -> Hashable:
         source, inner = self._homes[name]
@@ -608,13 +645,15 @@ def read_chunks(
     base_first: bool = False,
     at_once: int = CHUNK,
     together: int = CHUNK,
+    leaves: bool = False,
 ) -> Iterator[tuple[int, list[Raw]]]:
     """Yield stored elements of a tensor, of several sources at once, chunk after chunk.
 
     Each item is the index of the first element, and the elements of each source. The next chunks
     fill the same buffers: bytes for `at_once` elements of each source, made here unless given. If
     the first source is the base (`base_first`), the others need not read it again. Each item has
-    `together` elements, a multiple of a chunk.
+    `together` elements, a multiple of a chunk. With `leaves`, elements stay on the GPU that has
+    them, and items have `OnGpu`.
     """
     count = sources[0].tensors[name].elements - start if count is None else count
     if buffers is None:
@@ -630,7 +669,8 @@ def read_chunks(
         stored: list[Raw] = []
         for source, buffer in zip(sources, buffers, strict=True):
             base = stored[0] if stored and base_first else None
-            stored.append(read_stored(source, name, start + offset, size, buffer, base))
+            read = _leave if leaves else read_stored
+            stored.append(read(source, name, start + offset, size, buffer, base))
         for first in range(0, size, together):
             yield start + offset + first, [raw[first : first + together] for raw in stored]
 
@@ -657,6 +697,10 @@ def read_stored(
     raw: Raw = buffer[: count * dtype.itemsize].view(dtype.carrier)
     source.read(name, start, raw, base)
     return raw
+
+
+def _leave(source: Source, name: str, start: int, count: int, *_: object) -> Raw:
+    return cast("Raw", cast("OnGpu", source.on_gpu(name))[start : start + count])
 
 
 def read_floats(
@@ -715,6 +759,9 @@ class HeldSource(SourceView):
     def held(self, name: str) -> HeldTensor | None:
         return self._held[name]
 
+    def on_gpu(self, name: str) -> OnGpu | None:
+        return self._held[name].on_gpu
+
     def compute(self, name: str, start: int, into: Raw) -> None:
         into[:] = self._held[name].elements[start : start + into.size]
 
@@ -746,9 +793,9 @@ def hold(base: Source, models: Sequence[Source], threads: int) -> list[Held]:
     return every
 
 
-def with_addresses(held: Held, address_of: Callable[[Raw], int | None]) -> Held:
-    """Return tensors in memory with the addresses that they have on a GPU."""
-    return {n: each._replace(on_gpu=address_of(each.elements)) for n, each in held.items()}
+def with_copies(held: Held, copy_of: Callable[[Raw], OnGpu | None]) -> Held:
+    """Return tensors in memory with the copies that a GPU has of them."""
+    return {n: each._replace(on_gpu=copy_of(each.elements)) for n, each in held.items()}
 
 
 def _room(base: Source, source: Source) -> Held:

@@ -88,6 +88,18 @@ class Operand(NamedTuple):
     share: float  # the model's addition to the divisor of its side, when signs are elected
 
 
+class OnGpu:
+    """Elements in the memory of a GPU, in place of an array: nothing here can read them."""
+
+    def __init__(self, gpu: int, address: int, dtype: np.dtype[Any], size: int) -> None:
+        self.gpu, self.address, self.dtype, self.size = gpu, address, dtype, size
+        self.itemsize, self.nbytes = dtype.itemsize, size * dtype.itemsize
+
+    def __getitem__(self, part: slice) -> OnGpu:
+        first, end, _ = part.indices(self.size)
+        return OnGpu(self.gpu, self.address + first * self.itemsize, self.dtype, end - first)
+
+
 class ChunkJob(NamedTuple):
     """Chunks of one tensor that follow each other, to be merged by `merge`."""
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from dare.documents.words import show_size
 from dare.errors import DareError, RecipeError, install_command
-from dare.kernels import MOST_ON_GPU, ChunkJob, Done, MatrixGpus, core, takes_matrices
+from dare.kernels import MOST_ON_GPU, ChunkJob, Done, MatrixGpus, OnGpu, core, takes_matrices
 from dare.kernels.core import KINDS, OPERAND, operand_row
 from dare.kernels.gpu_matrices import Matrices, describe_gpus
 from dare.tensors.chunks import CHUNK
@@ -157,7 +157,7 @@ class PieceTables:
         return (list(islice(found, count)) for count in self._counts.tolist())
 
 
-def is_digested_there(raw: NDArray[Any], place: int | None) -> bool:
+def is_digested_there(raw: NDArray[Any] | OnGpu, place: int | None) -> bool:
     """Tell if kernels can digest all chunks of an array; a place is one that it must have."""
     last_bytes = (raw.nbytes - 1) % (CHUNK * raw.itemsize) + 1
     return last_bytes > core.SHORT_BYTES and (place or 0) % 8 == 0
@@ -369,9 +369,10 @@ class Residents:
         self._addresses = {start: int(buffer.handle) for start, buffer in buffers.items()}
         finalize(self, _close, list(buffers.values()))
 
-    def address_of(self, array: NDArray[Any]) -> int | None:
-        """Return where the copy of an array begins; None if it has no elements."""
-        return self._addresses.get(_address(array))
+    def copy_of(self, array: NDArray[Any]) -> OnGpu | None:
+        """Return the copy of an array; None if it has no elements."""
+        address = self._addresses.get(_address(array))
+        return None if address is None else OnGpu(self.number, address, array.dtype, array.size)
 
 
 # ---------------------------------------------------------------- the kernels of one worker
@@ -414,6 +415,15 @@ class Kernels:
         with _errors_named(self._name, NO_ROOM):
             self._worker.copy(place, _address(raw), raw.nbytes)
             self._worker.stream.sync()
+
+    def fetch(self, wanted: Iterable[tuple[OnGpu, NDArray[Any]]]) -> None:
+        """Copy elements of the GPU into arrays."""
+        with _errors_named(self._name, NO_ROOM):
+            self._receive(*((raw.address, into.view(np.uint8)) for raw, into in wanted))
+
+    def takes(self, raws: Sequence[OnGpu]) -> bool:
+        """Tell if `merge` reads nothing here of a base and not too many models on the GPU."""
+        return len(raws) > 1 and all(is_digested_there(raw, raw.address) for raw in raws)
 
     def merge(self, jobs: Sequence[ChunkJob], threshold_bits: int) -> list[Done]:
         """Merge what has elements and a few models on the GPU, and the rest here."""
@@ -491,17 +501,14 @@ class Kernels:
             for job, found, own in zip(jobs, figures, of_results, strict=True)
         ]
 
-    def find_cuts(
-        self, asked: Sequence[tuple[NDArray[Any], int, NDArray[Any], int, int]]
-    ) -> list[tuple[int, int] | None]:
+    def find_cuts(self, asked: Sequence[tuple[OnGpu, OnGpu, int]]) -> list[tuple[int, int] | None]:
         """Find magnitudes of some ranks in deltas; and the places after their equals that count.
 
-        A delta is given by its base and the model, each with its address on the GPU. Both numbers
-        are 0 if no more elements than the rank are not zero. None where some are not finite, or
-        there are too many.
+        A delta is given by its base and the model. Both numbers are 0 if no more elements than the
+        rank are not zero. None where some are not finite, or there are too many.
         """
         groups: dict[tuple[int, int], list[int]] = {}
-        for number, (base, _, tuned, _, _) in enumerate(asked):
+        for number, (base, tuned, _) in enumerate(asked):
             if base.size <= MOST_SEARCHED:
                 groups.setdefault((KINDS[base.dtype], KINDS[tuned.dtype]), []).append(number)
         found: dict[int, tuple[int, int] | None] = {}
@@ -515,14 +522,15 @@ class Kernels:
     def _find_alike(self, shape: Shape, asked: Sequence[Any]) -> list[tuple[int, int] | None]:
         worker, count, nbytes = self._worker, len(asked), SEARCH.itemsize * len(asked)
         room = worker.room(nbytes + 4 * BINS * count)
+        count_at = itertools.count(room + nbytes, 4 * BINS)
         sent = np.zeros(nbytes + 4 * BINS * count, np.uint8)
         sent[:nbytes].view(SEARCH)[:] = [
-            (base, tuned, raw.size, rank, 0, 0, room + nbytes + 4 * BINS * number, SEARCHING, 0)
-            for number, (raw, base, _, tuned, rank) in enumerate(asked)
+            (*(base.address, tuned.address, base.size, rank, 0, 0), counts, SEARCHING, 0)
+            for (base, tuned, rank), counts in zip(asked, count_at, strict=False)
         ]
         search = kernel("find_cuts", worker.number, shape)
         worker.copy(room, _address(sent), sent.nbytes)
-        largest = max(raw.size for raw, *_ in asked)
+        largest = max(base.size for base, *_ in asked)
         blocks = min(-(-largest // THREADS), max(SEARCH_BLOCKS // count, BLOCKS_OF_ONE))
         for number in range(ROUNDS):
             worker.launch(search, blocks * count, room, count, number)

@@ -120,15 +120,27 @@ class Cost:
     def _wanted_threads(self) -> int:
         if self.plan.options.threads:
             return self.plan.options.threads
-        cores, most = available_cores(), self._device.most_threads
-        if most is not None and self.plan.is_held and not self.surveys_here:
+        if self.is_all_on_gpu:
             return 1  # which only has to ask for everything
-        return min(cores, most or cores)
+        cores = available_cores()
+        return min(cores, self._device.most_threads or cores)
+
+    @cached_property
+    def is_all_on_gpu(self) -> bool:
+        """True if a GPU merges everything, and has the inputs of it all in its memory."""
+        fits = all(tensor.fits_gpu for tensor in self.plan.merged())
+        return self._are_inputs_on_gpu and fits and self._is_noted and not self.surveys_here
+
+    @cached_property
+    def _are_inputs_on_gpu(self) -> bool:
+        """True if a GPU has in its memory everything that is merged."""
+        merged = (tensor for tensor in self.plan.merged() if tensor.elements)
+        return self._device.is_gpu and all(self.plan.on_gpu(t, t.models) for t in merged)
 
     @cached_property
     def surveys_here(self) -> bool:
         """True if the processor must see tensors before they are merged."""
-        if not (self._device.finds_cuts and self.plan.is_held):
+        if not (self._device.finds_cuts and self._are_inputs_on_gpu):
             return self.surveys_first
         return any(
             tensor.joint_reads or len(tensor.surveyed_stages(m)) != len(tensor.ranks_of(m)[:1])
@@ -195,9 +207,14 @@ class Cost:
     @cached_property
     def is_fused(self) -> bool:
         """True if one kernel can combine every chunk, without keeping any model's values."""
-        if self.surveys_first or self.plan.has_deltas or not self._device.fuses:
+        return self._device.fuses and self._is_noted and not self.surveys_first
+
+    @cached_property
+    def _is_noted(self) -> bool:
+        """True if stages only note down what a kernel is to do with every chunk."""
+        if self.plan.has_deltas or self.plan.has_later_draws:  # it draws one mask for each model
             return False
-        return not self.plan.has_later_draws and all(  # a kernel draws one mask for each model
+        return all(
             0 not in tensor.weights
             and tensor.is_lazy
             and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1

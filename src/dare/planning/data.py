@@ -26,7 +26,7 @@ from dare.inputs.directory import Sidecars
 from dare.inputs.gathered import Gathered
 from dare.inputs.shards import STEMS
 from dare.inputs.sources import Drop, Floats, Source, stamps_of
-from dare.kernels import MatrixGpus, find_matrix_gpus, takes_matrices
+from dare.kernels import MOST_ON_GPU, MatrixGpus, OnGpu, find_matrix_gpus, takes_matrices
 from dare.recipe.applied import Chain, names_of
 from dare.recipe.options import USUAL, RunOptions
 from dare.recipe.recipe import Recipe
@@ -293,6 +293,12 @@ class TensorPlan:
         )
 
     @property
+    def fits_gpu(self) -> bool:
+        """Tell whether a GPU's kernels can merge it, as far as stages and models decide."""
+        is_lazy = self.is_merged and self.is_lazy and not self.refine_stages
+        return is_lazy and len(self.models) <= MOST_ON_GPU
+
+    @property
     def joint_reads(self) -> int:
         """The number of times all models are read together: to combine, and to refine."""
         return self.combine_surveys + bool(self.refine_stages)
@@ -503,6 +509,14 @@ class PlanData:
         """Return the source of a model's copy of a tensor: the base, if the model lacks it."""
         source = self.models[model]
         return source if tensor.name in source.tensors else self.base
+
+    def on_gpu(self, tensor: TensorPlan, models: Iterable[int]) -> list[OnGpu]:
+        """Return base and some models as the GPU that merges has them; nothing if it lacks one."""
+        number = self.device.partition(":")[2]
+        sources = (self.base_of(tensor), *(self.source_of(tensor, model) for model in models))
+        found = [source.on_gpu(tensor.name) for source in sources]
+        there = [each for each in found if each is not None and str(each.gpu) == number]
+        return there if len(there) == len(found) else []
 
     def sole_model(self, tensor: TensorPlan) -> int | None:
         """Return the model that a merged tensor is by definition, and that is then copied.

@@ -23,7 +23,7 @@ from dare.formats.recoding import Recoding
 from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
-from dare.kernels import MOST_ON_GPU, check_is_there, device_notices, device_of
+from dare.kernels import check_is_there, device_notices, device_of
 from dare.planning.data import Fate, TensorPlan, lay_out
 from dare.planning.plan import Plan
 from dare.recipe.applied import names_of
@@ -257,8 +257,7 @@ def _notes_on_resources(plan: Plan) -> Iterator[Notice]:
         tensors = f"{len(there)} of {counted(len(merged), 'tensor')}"
         gpu = plan.matrix_gpus.title
         yield notice("matrices_on_gpu", device=plan.device, gpu=gpu, tensors=tensors)
-    here = [t for t in merged if not t.is_lazy or t.refine_stages or len(t.models) > MOST_ON_GPU]
-    here = [tensor for tensor in here if tensor not in there]
+    here = [tensor for tensor in merged if not tensor.fits_gpu and tensor not in there]
     if here and device_of(plan.device).is_gpu:
         tensors = f"{len(here)} of {counted(len(merged), 'tensor')}"
         yield notice("not_on_gpu", device=plan.device, tensors=tensors)

@@ -61,6 +61,9 @@ class Chunk(NamedTuple):
     # The digests of every chunk of base and models; none of those that must be computed.
     known: Sequence[Sequence[str]] = ()
     there: Sequence[int] = ()  # addresses of base and models on the GPU that merges, if it has them
+    # Buffers for elements that only the GPU has, should they be needed here: then base and models
+    # are `OnGpu`. None if the elements are here.
+    rooms: Sequence[Raw] = ()
 
     @property
     def size(self) -> int:
@@ -223,6 +226,8 @@ class ArrayBackend(Backend):
     def _prepare(self, chunk: Chunk, into: Room) -> Noted | list[Made]:
         """Take chunks through all stages: what is only noted down is left to be done."""
         tensor = chunk.tensor
+        if chunk.rooms and not (tensor.fits_gpu and self._kernels.takes(chunk.inputs)):
+            chunk = self._fetched(chunk)
         if not tensor.is_merged:
             return [self._made(chunk, into, self._convert(chunk, into.raw))]
         try:
@@ -236,7 +241,7 @@ class ArrayBackend(Backend):
             out = into.raw.view(tensor.dtype.carrier)
             how = merged.operands, chunk.start, merged.elects, scale, out, known, into.on_gpu
             return Noted(deltas, merged, ChunkJob(chunk.base, *how, chunk.there))
-        if chunk.size > CHUNK:
+        if chunk.size > CHUNK or chunk.rooms:
             return self._by_chunks(chunk, into)
         return [self._made_of(deltas, merged, chunk, into)]
 
@@ -246,10 +251,18 @@ class ArrayBackend(Backend):
             return chunk_of_summary(deltas)
         return tensor.combine_stage.apply(deltas, **tensor.combine)
 
+    def _fetched(self, chunk: Chunk) -> Chunk:
+        """Return a chunk with its elements here."""
+        if not chunk.rooms:
+            return chunk
+        self._kernels.fetch(zip(chunk.inputs, chunk.rooms, strict=True))
+        base, *tuned = chunk.rooms
+        return chunk._replace(base=base, tuned=dict(zip(chunk.tuned, tuned, strict=True)), rooms=())
+
     def _by_chunks(self, chunk: Chunk, into: Room) -> list[Made]:
         """Compute chunks step by step, one after the other."""
         made, width = [], chunk.tensor.dtype.itemsize
-        for part in chunk.split():
+        for part in self._fetched(chunk).split():
             deltas, first = self._deltas(part), (part.start - chunk.start) * width
             room = into.part(first, part.size * width)
             made.append(self._made_of(deltas, self._combined(deltas, part.tensor), part, room))
@@ -328,12 +341,10 @@ class ArrayBackend(Backend):
             return
         asked = {}
         for tensor, model in surveys:
-            base, source = self._plan.base_of(tensor), self._plan.source_of(tensor, model)
-            held = [each.held(tensor.name) for each in (base, source)]
-            there = [(each.elements, each.on_gpu) for each in held if each and each.on_gpu]
-            if len(there) == 2 and not source.delta_of(tensor.name).is_change:
+            there = self._plan.on_gpu(tensor, [model])
+            if there and not self._plan.source_of(tensor, model).delta_of(tensor.name).is_change:
                 for rank in tensor.ranks_of(model):
-                    asked[tensor.name, model, rank] = (*there[0], *there[1], rank)
+                    asked[tensor.name, model, rank] = (*there, rank)
         self._cuts |= zip(asked, self._kernels.find_cuts(list(asked.values())), strict=True)
 
     def joint_view(self, read: ReadChunks, tensor: TensorPlan) -> JointView:
@@ -372,7 +383,7 @@ class ArrayBackend(Backend):
         return block
 
     def _scratch_for(self, chunk: Chunk) -> Scratch | OnlyNotes:
-        return self._scratch if chunk.size <= CHUNK else OnlyNotes()
+        return OnlyNotes() if chunk.size > CHUNK or chunk.rooms else self._scratch
 
     def _chain_of(self, tensor: TensorPlan, model: int) -> _ModelChain:
         """Return the stages for a model's tensor, found once for all its chunks."""

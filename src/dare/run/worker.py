@@ -345,25 +345,35 @@ class Worker:
         start: int = 0,
         count: int | None = None,
         place: int = 0,
+        *,
+        leaves: bool = False,
     ) -> Iterator[Chunk]:
         """Read the base and some models chunk by chunk, unless the work must stop.
 
-        `place` is a position in the buffers, in elements of the widest type.
+        `place` is a position in the buffers, in elements of the widest type. What a GPU has is left
+        there if `leaves` says so.
         """
         sources = sources_of(self._plan, tensor, models)
         at_once = self._backend.batch_elements if _are_plain(sources) else CHUNK
-        buffers = self._backend.inputs[:, place * self._plan.cost.widest :]
-        for first, (base, *tuned) in read_chunks(
+        rows = self._backend.inputs[:, place * self._plan.cost.widest :]
+        buffers = [rows[row] for row in (0, *(1 + m for m in models))]
+        for first, raws in read_chunks(
             *(sources, tensor.name, start, count),
-            buffers=[buffers[row] for row in (0, *(1 + m for m in models))],
+            buffers=buffers,
             base_first=True,
             at_once=at_once,
             together=count or CHUNK,
+            leaves=leaves,
         ):
+            base, *tuned = raws
             if self._stop.is_set():
                 raise Stopped
             self._progress(sum(bytes_for(s, tensor.name, base.size) for s in sources))
-            yield Chunk(tensor, first, base, dict(zip(models, tuned, strict=True)), summaries)
+            rooms = zip(buffers if leaves else (), raws, strict=leaves)
+            yield Chunk(
+                *(tensor, first, base, dict(zip(models, tuned, strict=True)), summaries),
+                rooms=[buffer[: raw.nbytes].view(raw.dtype) for buffer, raw in rooms],
+            )
 
     def _read_sample(self, tensor: TensorPlan, model: int) -> Chunk | None:
         """Read pieces from all over a tensor as if they followed each other; not from a store."""
@@ -392,19 +402,15 @@ class Worker:
         """Read what a step makes; a stretch goes to one place, some chunks at a time."""
         tensor = self._tensors[step.tensor]
         held = [s.held(tensor.name) for s in sources_of(self._plan, tensor, tensor.models)]
+        on_gpu = self._plan.on_gpu(tensor, tensor.models)
+        read = partial(self._read, leaves=bool(on_gpu) and None in held)
         span = step.chunk * CHUNK, step.elements, place
-        for chunk in self._read(tensor, tensor.models, _summaries_of(tensor, results), *span):
+        for chunk in read(tensor, tensor.models, _summaries_of(tensor, results), *span):
             first, end = chunk.number, chunk.number + chunk_count(chunk.size)
             known = [each.digests[first:end] if each else [] for each in held]
-            there = [
-                each.on_gpu + chunk.start * each.elements.itemsize
-                for each in held
-                if each is not None and each.on_gpu is not None
-            ]
+            there = [each[chunk.start :].address for each in on_gpu]
             summary = results.get(survey_id(tensor))
-            yield chunk._replace(
-                summary=summary, known=known, there=there if len(there) == len(held) else ()
-            )
+            yield chunk._replace(summary=summary, known=known, there=there)
 
     def _batches(self, steps: Sequence[Step]) -> Iterator[Batch | Step]:
         """Yield steps one by one, but chunks in batches of as many as the buffers have room for."""

@@ -468,6 +468,8 @@ class Deltas:
 
     def carry_out(self, note: Note, weights: Sequence[float], shares: Sequence[float]) -> Floats:
         """Compute what a note says, by itself."""
+        if isinstance(self._scratch, OnlyNotes):
+            raise ComputedError("array")
         merged, start = np.empty(self.size, np.float32), self.blocks[0].start
         figures = self._combine(note.operands, start, note.elects, merged)
         if figures[..., 0].max() > INFINITY:

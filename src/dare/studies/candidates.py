@@ -31,7 +31,7 @@ from dare.inputs.sources import (
     held_bytes,
     hold,
     stamps_of,
-    with_addresses,
+    with_copies,
 )
 from dare.kernels import keep_on_gpu
 from dare.output.memory import (
@@ -96,7 +96,7 @@ class Candidates:
         elements = (each.elements for weights in held for each in weights.values())
         device, self._on_gpu = keep_on_gpu(self.options.device, elements)
         if self._on_gpu is not None:
-            held = [with_addresses(weights, self._on_gpu.address_of) for weights in held]
+            held = [with_copies(weights, self._on_gpu.copy_of) for weights in held]
         self.options = self.options.changed(device=device)
         self.names = tuple(opened.base.tensors)  # of the base's tensors
         self.memory_bytes = sum(map(held_bytes, held))  # the memory that the weights take
