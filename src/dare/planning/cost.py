@@ -118,12 +118,10 @@ class Cost:
 
     @property
     def _wanted_threads(self) -> int:
-        if self.plan.options.threads:
-            return self.plan.options.threads
-        cores, most = available_cores(), self._device.most_threads
+        given, most = self.plan.options.threads, self._device.most_threads
         if most is not None and self.plan.is_held and not self.surveys_here:
             return 1  # which only has to ask for everything
-        return min(cores, most or cores)
+        return given or min(available_cores(), most or available_cores())
 
     @cached_property
     def surveys_here(self) -> bool:
