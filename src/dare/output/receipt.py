@@ -277,7 +277,7 @@ def make_report(
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
     figures = np.array([chunk.models for chunk in chunks], np.int64)  # chunk, model, figure
-    of_model = 1 + len(tensor.stages) - len(tensor.refine)
+    of_model = 1 + len(tensor.stages) - len(tensor.treatment.refine)
     figures = figures.reshape(len(chunks), len(tensor.models), of_model)
     peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
     return TensorReport(

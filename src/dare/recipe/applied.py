@@ -166,6 +166,11 @@ class AppliedSettings:
             or (parameter == "drop_rate" and self._has_embedding_rate(tensor))
         )
 
+    def kind_of(self, tensor: str) -> tuple[bool, ...]:
+        """Tell tensors apart by name: those of one kind have equal settings at equal depths."""
+        matched = (rule.matches(tensor) for rule in self.tensors)
+        return (self._has_embedding_rate(tensor), *matched)
+
     def _has_embedding_rate(self, tensor: str) -> bool:
         return self.embedding_drop_rate is not None and is_embedding(tensor)
 
