@@ -54,15 +54,16 @@ class Cost:
         return [(tensor, found) for tensor in asked if (found := list(self.surveys(tensor)))]
 
     @cached_property
-    def _copied_types(self) -> set[tuple[Fate, tuple[StorageType, ...]]]:
-        """The storage types of the models' copies of a tensor, with its fate, each once."""
+    def _copied_types(self) -> list[tuple[Fate, list[StorageType]]]:
+        """By tensor: its fate, and the storage types of the models' copies."""
         copies_of = self.plan.copies_of
-        return {(t.fate, tuple(info.dtype for _, info in copies_of(t))) for t in self.plan.tensors}
+        return [(t.fate, [info.dtype for _, info in copies_of(t)]) for t in self.plan.tensors]
 
     def _survey_reads(self, tensor: TensorPlan) -> int:
         if not tensor.is_merged or not tensor.treatment.asks:
             return 0
-        return max(map(tensor.survey_reads, tensor.models), default=0) + tensor.joint_reads
+        surveyed = map(tensor.surveyed_stages, tensor.models)  # each is a pass, as a rule
+        return max(map(len, surveyed), default=0) + tensor.joint_reads
 
     def _unit(self, tensor: TensorPlan) -> Unit:
         """Return the elements of a tensor that the output's format stores together."""
@@ -87,7 +88,7 @@ class Cost:
         made = once * self._unit(tensor).reads
         if not tensor.is_merged or not tensor.treatment.asks:
             return made
-        surveys = sum(tensor.survey_reads(m) * (base + size) for m, size in models)
+        surveys = sum(len(tensor.surveyed_stages(m)) * (base + size) for m, size in models)
         return made + surveys + once * tensor.joint_reads
 
     @cached_property
@@ -204,7 +205,9 @@ class Cost:
         if self.plan.has_later_draws:  # a kernel draws one mask for each model
             return False
         return all(0 not in each.weights and each.is_lazy for each in self.plan.treatments) and all(
-            len({*types}) == 1 for fate, types in self._copied_types if fate is Fate.MERGED
+            types.count(types[0]) == len(types)
+            for fate, types in self._copied_types
+            if fate is Fate.MERGED
         )
 
     @cached_property
@@ -219,10 +222,9 @@ class Cost:
     @cached_property
     def widest(self) -> int:
         """Bytes per element of the widest storage type in inputs and output."""
-        tensors = self.plan.tensors
-        copies = (kind for _, kinds in self._copied_types for kind in kinds)
-        kinds = {*(t.dtype for t in tensors), *(t.base.dtype for t in tensors), *copies}
-        return max((kind.itemsize for kind in kinds), default=1)
+        own = (kind.itemsize for t in self.plan.tensors for kind in (t.dtype, t.base.dtype))
+        copies = (kind.itemsize for _, kinds in self._copied_types for kind in kinds)
+        return max((*own, *copies), default=1)
 
     def surveys(self, tensor: TensorPlan) -> Iterator[Survey]:
         """Yield (peak bytes, kept bytes, stage) for each survey of a tensor."""

@@ -262,11 +262,6 @@ class Treatment:
         return any(s.asks(own) for chain in (*self.chains, self.joint) for s, own in chain)
 
     @cached_property
-    def has_census(self) -> bool:
-        """True if a stage asks about all tensors of a model."""
-        return any(stage.rounds(own) for chain in self.chains for stage, own in chain)
-
-    @cached_property
     def draws(self) -> list[list[int | None]]:
         """By model: the number of each delta stage's draw; None if it is not random."""
         firsts = [0 if drop is None else 1 for drop in self.drops] or [0] * len(self.settings)
@@ -286,14 +281,12 @@ class Treatment:
     def sole(self) -> int | None:
         """The place of the only model with a weight, if no stage changes it."""
         weighted = [place for place, weight in enumerate(self.weights) if weight]
-        if len(weighted) != 1:
+        if len(weighted) != 1 or (self.drops and self.drops[weighted[0]]):
             return None
         (place,) = weighted
         is_whole = self.weights[place] == 1 or self.combine.get("normalize", False)
-        drops = self.drops and self.drops[place] is not None
         chain = *self.chains[place], *self.joint
-        is_sole = is_whole and not drops and all(stage.is_identity(own) for stage, own in chain)
-        return place if is_sole else None
+        return place if is_whole and all(stage.is_identity(own) for stage, own in chain) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,10 +404,6 @@ class TensorPlan:
         chains = *self.treatment.chains, self.treatment.joint
         staged = itertools.chain(*chains) if self.treatment.asks else ()
         return any(stage.on_gpu and self.is_surveyed_by(stage, own) for stage, own in staged)
-
-    def survey_reads(self, model: int) -> int:
-        """Return how often those stages read this tensor of this model, as a rule."""
-        return len(self.surveyed_stages(model))
 
 
 @dataclass(frozen=True)
@@ -633,11 +622,11 @@ class PlanData:
     def censuses(self) -> tuple[CensusPlan, ...]:
         """The surveys over many tensors, in the order in which they can be made."""
         groups: dict[tuple[Any, ...], list[TensorPlan]] = {}
-        counted = (t for t in self.merged() if t.treatment.has_census and t.tied_to is None)
+        counted = (tensor for tensor in self.merged() if tensor.tied_to is None)
         for tensor in sorted(counted, key=lambda tensor: tensor.name):
-            for model in tensor.models:
-                for position, settings in enumerate(tensor.settings_of(model)):
-                    if tensor.stages[position].rounds(settings):
+            for model, chain in zip(tensor.models, tensor.treatment.chains, strict=True):
+                for position, (stage, settings) in enumerate(chain):
+                    if stage.rounds(settings):
                         key = position, model, tensor.method, *sorted(settings.items())
                         groups.setdefault(key, []).append(tensor)
         ordered = sorted(groups.items(), key=lambda group: group[0][:2])

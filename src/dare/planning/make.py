@@ -254,15 +254,12 @@ def _notes_on_resources(plan: Plan) -> Iterator[Notice]:
         tensors = f"{len(there)} of {counted(len(merged), 'tensor')}"
         gpu = plan.matrix_gpus.title
         yield notice("matrices_on_gpu", device=plan.device, gpu=gpu, tensors=tensors)
-    here = [t for t in merged if t.name not in there and _is_for_processor(t)]
+    few = [tensor for tensor in merged if len(tensor.models) <= MOST_ON_GPU]
+    there |= {t.name for t in few if t.treatment.is_lazy and not t.refine_stages}
+    here = [tensor for tensor in merged if tensor.name not in there]
     if here and device_of(plan.device).is_gpu:
         tensors = f"{len(here)} of {counted(len(merged), 'tensor')}"
         yield notice("not_on_gpu", device=plan.device, tensors=tensors)
-
-
-def _is_for_processor(tensor: TensorPlan) -> bool:
-    is_fused = tensor.treatment.is_lazy and len(tensor.models) <= MOST_ON_GPU
-    return not is_fused or bool(tensor.refine_stages)
 
 
 def _plan_tensor(
@@ -297,27 +294,20 @@ def _plan_tensor(
 
 
 def _treat(
-    recipe: Recipe,
-    name: str,
-    fate: Fate,
-    takes_part: tuple[int, ...],
-    depth: Fraction,
-    models: Named,
+    recipe: Recipe, name: str, fate: Fate, numbers: tuple[int, ...], depth: Fraction, models: Named
 ) -> Treatment:
     """Return the stages for a tensor with their settings; refuse settings that do not fit."""
     chain = recipe.chain_for(name)
-    settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
-    weights = tuple(recipe.weight_for(name, index, depth) for index in takes_part)
+    settings = tuple(recipe.settings_for(name, number, depth) for number in numbers)
+    weights = tuple(recipe.weight_for(name, number, depth) for number in numbers)
     combine, *refine = recipe.joint_settings_for(name, depth)
     stages = tuple(stage for stage, _ in chain)
-    treatment = Treatment(
-        takes_part, settings, weights, combine, stages=stages, refine=tuple(refine)
-    )
+    treatment = Treatment(numbers, settings, weights, combine, (), stages, tuple(refine))
     for stage, own in treatment.joint:
         _check(stage, own, f"{name}: ")
-    for index, staged in zip(takes_part, treatment.chains, strict=True):
+    for number, staged in zip(numbers, treatment.chains, strict=True):
         for stage, own in staged:
-            _check(stage, own, f"{name} of {models[index][0]}: ")
+            _check(stage, own, f"{name} of {models[number][0]}: ")
     fault = fate is Fate.MERGED and chain.combine.weights_fault(combine, weights)
     if fault:
         raise RecipeError(f"{name}: weights {', '.join(map(str, weights))}{fault}")
@@ -547,11 +537,8 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
 def _merged_notices(plan: Plan) -> Iterator[Notice]:
     """Say what merging does to float64 weights and to statistics that are not only copied."""
     changed = [tensor for tensor in plan.merged() if plan.sole_model(tensor) is None]
-    kinds = (
-        {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
-        for tensor in changed
-    )
-    if count := sum(STORAGE_TYPES["F64"] in each for each in kinds):
+    kinds = ([t.base.dtype.name, *(i.dtype.name for _, i in plan.copies_of(t))] for t in changed)
+    if count := sum("F64" in names for names in kinds):
         yield notice("float64", tensors=counted(count, "tensor"))
     yield from norm_notices(tensor.name for tensor in changed)
 

@@ -33,7 +33,7 @@ class Chain(tuple[Staged, ...]):
         """Return the stages of a kind."""
         return tuple(staged for staged in self if staged[0].kind == kind)
 
-    @property
+    @cached_property
     def combine(self) -> Stage:
         """The combine stage."""
         return combine_of(stage for stage, _ in self)
