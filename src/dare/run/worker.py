@@ -122,14 +122,15 @@ def list_steps(
     merges = False
     for group, tensor in enumerate(plan.tensors, start=1):
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
-        chunks = [c for c in to_make if (tensor.name, c) not in done]
+        chunks = [c for c in to_make if (tensor.name, c) not in done] if done else to_make
         if not tensor.is_merged:
             (steps if is_sent else copies).extend(
                 _making(plan, tensor, chunks, (), group if is_sent else 0)
             )
         elif chunks:
             merges = True
-            surveys = list(list_surveys(tensor, conclusions, group))
+            asks = tensor.treatment.asks
+            surveys = list(list_surveys(tensor, conclusions, group)) if asks else ()
             needs = tuple(survey.id for survey in surveys)
             steps += [*surveys, *_making(plan, tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
@@ -188,10 +189,12 @@ def list_surveys(tensor: TensorPlan, conclusions: Conclusions, group: int) -> It
 
 
 def _making(
-    plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
+    plan: Plan, tensor: TensorPlan, chunks: Sequence[int], needs: tuple[Id, ...], group: int
 ) -> Iterator[Make]:
     name, elements, together = tensor.name, tensor.elements, plan.chunks_together(tensor)
-    for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):  # maybe millions
+    if isinstance(chunks, range):  # of maybe millions
+        chunks = range(chunks.start - chunks.start % together, chunks.stop, together)
+    for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):
         size = chunk_span(chunk, elements, together)[1]
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
