@@ -276,10 +276,8 @@ def search(folder: Path, parameters: int) -> None:
         dare.search(recipe, over, evaluate=evaluate, study=study, verbose=False)
         between = sorted(pauses[1:])
         told = f"{1000 * between[len(between) // 2]:.0f} ms, at most {1000 * between[-1]:.0f}"
-        print(
-            f"search, {count / 1e9:.2f} billion, {method}, {len(pauses)} evaluations of a second:"
-        )
-        print(f"  between two of them {told}; the first after the models were read", flush=True)
+        what = f"{count / 1e9:.2f} billion, {method}, {len(pauses)} evaluations of a second"
+        print(f"search, {what}: between two of them {told}", flush=True)
 
 
 # ---------------------------------------------------------------- whole matrices

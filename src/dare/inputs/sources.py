@@ -98,6 +98,10 @@ class HeldTensor(NamedTuple):
     on_gpu: int | None = None  # the address of its elements on the GPU that merges, if it has them
 
 
+WasRead = tuple[str, int, str | None]  # a tensor, its place in records, and its original digest
+ModelDigests = tuple[dict[str, str], str]  # by tensor, and of a model of these tensors
+
+
 class Source:
     """Tensors by name, readable from any element on, from any thread.
 
@@ -115,6 +119,7 @@ class Source:
     layers: Sequence[tuple[Path | None, int]] = ()
     extras: Mapping[str, Sequence[int]] = EMPTY  # tensors of models only, with the models' numbers
     metadata: Mapping[str, str] = EMPTY  # of its file's header
+    digests: dict[tuple[WasRead, ...], ModelDigests] | None = None  # known of tensors in memory
     unchanged: tuple[str, ...] = ()  # prefixes of further tensors that count as unchanged
     _opened: Sequence[Source] = ()  # the sources that it reads, open while this one is
 
@@ -710,6 +715,7 @@ class HeldSource(SourceView):
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
         self._held = held
+        self.digests = {}
         self.cost = ReadingCost()
 
     def held(self, name: str) -> HeldTensor | None:
