@@ -312,7 +312,7 @@ def test_files_are_needed_no_more_and_must_be_the_same_where_they_are(tmp_path):
     recipe_file.write_text(recipe.to_toml())
     candidates = dare.Candidates(recipe_file, threads=2)
     assert candidates.recipe == recipe
-    assert candidates._plan(recipe)[1].cost.threads == 2
+    assert candidates._plan(recipe)[1].options.threads == 2
     digest = dare.merge(recipe, verbose=False).digests.output
     recipe.models[0].file.unlink()
     assert candidates.make().digest == digest
