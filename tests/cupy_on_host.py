@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import threading
+import types
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -20,11 +21,8 @@ TITLE = "NVIDIA Imaginary"
 FUNCTIONS = {
     "asarray": (),
     "concatenate": ("axis", "dtype"),
-    "count_nonzero": (),
-    "cumsum": (),
     "empty": (),
     "empty_like": (),
-    "full_like": (),
     "linalg.eigh": (),
     "linalg.eigvalsh": (),
     "linalg.norm": (),
@@ -83,6 +81,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     dtype = property(lambda self: self._array.dtype)
     size = property(lambda self: self._array.size)
     T = property(lambda self: wrap(self._array.T))
+    device = property(lambda self: here.Device)
 
     def __getitem__(self, key):
         return wrap(self._array[unwrap(key)])
@@ -129,6 +128,9 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def min(self):
         return wrap(self._array.min())
 
+    def get(self):
+        return self._array.copy()
+
     def set(self, array):
         assert array.dtype == self.dtype
         self._array[...] = array
@@ -162,6 +164,7 @@ class Current:
 
 class Device(Current):
     most_bytes = free_bytes = 1 << 40
+    attributes = types.MappingProxyType({"SingleToDoublePrecisionPerfRatio": 2})
     mem_info = property(lambda self: (self.free_bytes, 1 << 40))
 
 
