@@ -128,8 +128,10 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def min(self):
         return wrap(self._array.min())
 
-    def get(self):
-        return self._array.copy()
+    def get(self, out=None):
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        out[...] = self._array
+        return out
 
     def set(self, array):
         assert array.dtype == self.dtype
@@ -142,11 +144,6 @@ def empty(shape, dtype):
     if np.dtype(dtype).itemsize * np.prod(shape) > Device.most_bytes:
         raise OutOfMemoryError("Out of memory allocating 99 bytes")
     return ndarray(np.full(shape, np.nan, dtype))
-
-
-def asnumpy(array):
-    assert isinstance(array, ndarray)
-    return np.ascontiguousarray(array._array)
 
 
 class Current:
@@ -195,12 +192,11 @@ def matrices_on_host(gpu_on_host):
         yield
         return
     cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
-    for each in (ndarray, empty, asnumpy):
-        setattr(cupy, each.__name__, each)
+    cupy.ndarray, cupy.empty = ndarray, empty
     runtime = SimpleNamespace(getDeviceProperties=lambda _number: {"name": TITLE.encode()})
     of_cuda = {each.__name__: each for each in (Device, Stream, MemoryPool, using_allocator)}
     cupy.cuda = SimpleNamespace(runtime=runtime, **of_cuda)
-    cupyx.errstate = errstate
+    cupyx.errstate, cupyx.empty_pinned = errstate, np.empty
     with pytest.MonkeyPatch.context() as patch:
         for module in (cupy, cupyx):
             patch.setitem(sys.modules, module.__name__, module)

@@ -52,7 +52,7 @@ CASES = [(method, kind) for method in METHODS for kind in SMALL] + [
     ("tsv", ("noise", 384, 400)),
     ("star+sum", ("noise", 400, 384)),
     ("iso", ("noise", 384, 384)),
-    ("iso", ("few", 512, 520)),
+    ("iso", ("few", 520, 1100)),  # of more than one chunk
     ("knots", ("noise", 384, 390)),
 ]
 
