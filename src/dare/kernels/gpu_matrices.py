@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,25 @@ def describe_gpus(name: str, numbers: Sequence[int]) -> MatrixGpus:
     found = [cupy.cuda.runtime.getDeviceProperties(number)["name"] for number in numbers]
     free = min(cupy.cuda.Device(number).mem_info[0] for number in numbers)
     return MatrixGpus(", ".join(sorted({each.decode() for each in found})), len(numbers) * free)
+
+
+_first_call = threading.Lock()
+_called: set[Callable[..., Any]] = set()
+
+
+@contextmanager
+def _alone_at_first(function: Callable[..., Any]) -> Iterator[None]:
+    """Let a function's first call run alone: CuPy compiles its kernels then, for all threads.
+
+    Threads that call it at once would each compile all of them.
+    """
+    with ExitStack() as alone:
+        if function not in _called:
+            alone.enter_context(_first_call)
+            if function in _called:
+                alone.close()
+        yield
+        _called.add(function)
 
 
 class Matrices:
@@ -68,7 +87,7 @@ class Matrices:
 
         NumPy's matrices are copied to the GPU. A named tuple that it returns may have matrices too.
         """
-        with self._current():
+        with _alone_at_first(function), self._current():
             return self._fetched(function(*map(self._sent, given), **settings))
 
     def _sent(self, value: Any) -> Any:
