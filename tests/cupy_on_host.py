@@ -23,8 +23,11 @@ FUNCTIONS = {
     "concatenate": ("axis", "dtype"),
     "empty": (),
     "empty_like": (),
+    "fft.irfft": ("n", "axis"),
+    "fft.rfft": ("axis",),
     "linalg.eigh": (),
     "linalg.eigvalsh": (),
+    "linalg.inv": (),
     "linalg.norm": (),
     "linalg.qr": (),
     "partition": ("axis",),
@@ -119,8 +122,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def sum(self, axis=None, dtype=None):
         return wrap(self._array.sum(axis=axis, dtype=dtype))
 
-    def mean(self):
-        return wrap(self._array.mean())
+    def trace(self):
+        return wrap(self._array.trace())
 
     def max(self):
         return wrap(self._array.max())

@@ -82,6 +82,7 @@ Radius = Annotated[
 
 @matrix_delta_stage(
     paper="arXiv:2411.16815",
+    on_gpu=True,
     work_bytes=lambda m, n, _models: 4 * 8 * (m + 2) * (n + 2),  # if all waves are low
     acts_when=lambda settings: settings["radius"] > 0,
 )
@@ -100,11 +101,12 @@ def fourier(matrix: Floats, *, radius: Radius = 0.1) -> Floats:
     """
     is_tall = len(matrix) > matrix.shape[1]
     tall = matrix if is_tall else matrix.T
-    basis, across = _waves(tall.shape[1], radius)
+    numbers, across = _waves(tall.shape[1], radius)
+    basis = beside(matrix, numbers)
     waves = np.fft.rfft(tall @ basis, axis=0)
     down = np.square(2 * np.fft.rfftfreq(len(tall)))
     for wave, own in zip(waves.T, across, strict=True):
-        wave[own + down >= radius**2] = 0
+        wave[np.count_nonzero(own + down < radius**2) :] = 0
     low = np.fft.irfft(waves, n=len(tall), axis=0).astype(np.float32, copy=False)
     del waves
     dropped: Floats = low @ basis.T if is_tall else basis @ low.T
