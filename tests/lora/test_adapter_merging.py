@@ -41,6 +41,20 @@ def delta(folder, module):
     return values.reshape(source.tensors[name].shape).astype(np.float64)
 
 
+@pytest.mark.usefixtures("matrices_on_host")
+@pytest.mark.parametrize("method", ["tsv", "trim+ties", "linear"])
+def test_a_gpu_merges_whole_matrices_and_truncates_them(two, tmp_path, method):
+    products = {}
+    for device in ("cpu", "cuda"):
+        output = tmp_path / device
+        merge_adapters(two, output, method=method, rank=2, device=device)
+        products[device] = delta(output, Q)
+        manifest = json.loads((output / "dare-manifest.json").read_text())
+        is_there = device == "cuda" and method != "linear"  # which needs only the factors
+        assert ("device" in manifest) == is_there
+    np.testing.assert_allclose(products["cuda"], products["cpu"], rtol=0, atol=1e-5)
+
+
 # ---------------------------------------------------------------- concatenation
 
 

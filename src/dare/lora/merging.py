@@ -34,6 +34,7 @@ from dare.inputs.sources import (
     read_float_chunks,
     read_floats,
 )
+from dare.kernels import call_with_matrices, find_matrix_gpus, load, matrix_gpu
 from dare.lora.low_rank import (
     CoreSource,
     FindCore,
@@ -184,6 +185,7 @@ def plan_adapters(
     dtype: str = "F32",
     threads: int | None = None,
     max_memory: int | str | None = None,
+    device: str = "cpu",
     allow_pickle: bool = False,
     **parameters: Any,
 ) -> AdapterPlan:
@@ -193,7 +195,8 @@ def plan_adapters(
     name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`. `parameters` are those of
     stages (`drop_rate`, `keep_ratio`, …) and `model_seed`: one value, or a list with one for each
     adapter. `space = "core"` merges in the small space that the adapters span.
-    `max_memory` limits the buffers and factors of methods that work on single elements.
+    `max_memory` limits the buffers and factors of methods that work on single elements. `device` is
+    what computes whole matrices, as in `merge`; sums are made by the processor, from the factors.
     """
     if isinstance(adapters, str | PathLike):
         raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of folders")
@@ -205,7 +208,7 @@ def plan_adapters(
     given: dict[str, Any] = {"method": method, "stages": stages, "tensors": list(tensors)}
     given |= {"seed": seed, "scale": scale, "weight": weights, **parameters}
     given |= {"threads": threads, "max_memory": max_memory, "verbose": False}
-    given |= {"allow_pickle": allow_pickle}
+    given |= {"device": device, "allow_pickle": allow_pickle}
     given = {name: value for name, value in given.items() if value is not None}
     request = request_with_settings({"base": "zeros", "models": list(adapters)}, given, "arguments")
     recipe = request.recipe
@@ -410,7 +413,7 @@ def _bias_sum(plan: AdapterPlan, module: LoraModule) -> Floats:
 
 def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
     """Merge modules as the engine merges tensors: whole matrices, or those in the core space."""
-    whole = plan.engine_plan
+    whole, gpu = plan.engine_plan, matrix_gpu(load(plan.options.device))
     tensors = {tensor.name: tensor for tensor in whole.tensors}
     conclusions = draw_conclusions(whole)
 
@@ -429,7 +432,8 @@ def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
                 assert plan.wanted is not None  # or the rank would be full
                 flat = values.reshape(module.experts, -1)
                 matrices = (each.reshape(module.shape, order=module.order) for each in flat)
-                merged = [truncate_matrix(each, plan.wanted, module.name) for each in matrices]
+                how = plan.wanted, module.name
+                merged = [call_with_matrices(gpu, truncate_matrix, m, *how) for m in matrices]
             yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
@@ -475,7 +479,9 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
     paths = [portable_path(file.path, output) for file in plan.adapters]
     settings = [entry.settings for entry in recipe.models]
     given = zip(paths, plan.weights, recipe.seeds(), settings, strict=True)
+    gpus = None if plan.is_stacked else find_matrix_gpus(plan.options.device)
     return {
+        **({"device": gpus.title} if gpus else {}),
         "method": plan.method,
         "stages": [settings for _, settings in recipe.all_stages],
         "tensors": recipe.described_rules(),
