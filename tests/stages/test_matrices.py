@@ -348,6 +348,12 @@ def test_a_merge_takes_about_what_it_asks_for(method):
     assert 0.3 * planned.cost.least_memory < peak < planned.cost.least_memory + (1 << 20)
 
 
+def test_lapack_prints_nothing_where_more_is_wanted_than_a_low_rank_has(capfd):
+    matrix = gaussian(600, 8) @ gaussian(8, 620)
+    assert linalg.spectrum(matrix, 200).values.size == 8
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     "values",
     [np.linspace(5, 1, 40), np.geomspace(1, 1e-3, 40), np.geomspace(1, 3e-5, 40), np.r_[9.0]],

@@ -152,6 +152,8 @@ def _in_double(wide: Floats, basis: Doubles | None, rank: Rank) -> OneSidedFacto
 
     few = (count if callable(rank) else rank) if _is_few(rank, len(wide)) else None
     symmetric = gram(wide if basis is None else _times(basis.T, wide))
+    if isinstance(few, int) and few > len(symmetric):  # LAPACK would print that it is too many
+        few = None
     energies, vectors = falling_eigen(symmetric, few)
     wanted = len(energies) if callable(few) else count(energies)
     vectors = vectors[:, :wanted] if basis is None else basis @ vectors[:, :wanted]
