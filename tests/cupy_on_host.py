@@ -136,8 +136,9 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         out[...] = self._array
         return out
 
-    def set(self, array):
+    def set(self, array, stream):
         assert array.dtype == self.dtype
+        assert stream is here.Stream
         self._array[...] = array
 
 

@@ -80,7 +80,7 @@ class Matrices:
     def put(self, values: NDArray[np.float32], room: Any) -> None:
         """Copy numbers to a part of such a room; they may change afterwards."""
         with self._current():
-            room.set(values)
+            room.set(values, self._stream)
 
     def call(self, function: Callable[..., Any], *given: Any, **settings: Any) -> Any:
         """Call a function with matrices on the GPU, and return its result from there.
@@ -96,7 +96,7 @@ class Matrices:
         if not isinstance(value, np.ndarray):
             return value
         copy = self._cupy.empty(value.shape, value.dtype)
-        copy.set(value)
+        copy.set(value, self._stream)
         return copy
 
     def _fetched(self, value: Any) -> Any:

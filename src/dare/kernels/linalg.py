@@ -437,7 +437,8 @@ def _has_fast_doubles(matrix: Any) -> bool:
     """Tell whether a matrix is on a GPU that computes in float64 about as fast as in float32."""
     if isinstance(matrix, np.ndarray):
         return False
-    return bool(matrix.device.attributes["SingleToDoublePrecisionPerfRatio"] <= FAST_DOUBLES)
+    ratio = matrix.device.attributes.get("SingleToDoublePrecisionPerfRatio", np.inf)
+    return bool(ratio <= FAST_DOUBLES)
 
 
 # ---------------------------------------------------------------- pieces
