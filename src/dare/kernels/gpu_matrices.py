@@ -91,8 +91,9 @@ class Matrices:
             return self._fetched(function(*map(self._sent, given), **settings))
 
     def _sent(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._sent(each) for each in value]
+        if isinstance(value, list):  # one that is there is the function's own, to be emptied
+            is_here = any(isinstance(each, np.ndarray) for each in value)
+            return [self._sent(each) for each in value] if is_here else value
         if not isinstance(value, np.ndarray):
             return value
         copy = self._cupy.empty(value.shape, value.dtype)

@@ -34,7 +34,7 @@ from dare.inputs.sources import (
     read_float_chunks,
     read_floats,
 )
-from dare.kernels import call_with_matrices, find_matrix_gpus, load, matrix_gpu
+from dare.kernels import MatrixGpus, call_with_matrices, find_matrix_gpus, load, matrix_gpu
 from dare.lora.low_rank import (
     CoreSource,
     FindCore,
@@ -106,6 +106,11 @@ class AdapterPlan(Shown):
     def is_stacked(self) -> bool:
         """True if the factors are put side by side, which takes no engine."""
         return self.is_additive and self.space == "full"
+
+    @cached_property
+    def matrix_gpus(self) -> MatrixGpus | None:
+        """The GPUs that whole matrices are computed on, if any are."""
+        return None if self.is_stacked else find_matrix_gpus(self.options.device)
 
     @property
     def route(self) -> str:
@@ -228,6 +233,7 @@ def plan_adapters(
 def _check_method(plan: AdapterPlan) -> None:
     """Refuse stages that look at the base, and whole matrices that nothing would make small."""
     recipe, where = plan.recipe, f"method {plan.method!r}"
+    plan.matrix_gpus  # noqa: B018 (refuses where there are none)
     for tensor in (tensor for adapter in plan.adapters for tensor in adapter.tensors):
         combine = recipe.chain_for(tensor).combine
         if combine.needs_base(recipe.joint_settings_for(tensor)[0]):
@@ -413,7 +419,8 @@ def _bias_sum(plan: AdapterPlan, module: LoraModule) -> Floats:
 
 def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
     """Merge modules as the engine merges tensors: whole matrices, or those in the core space."""
-    whole, gpu = plan.engine_plan, matrix_gpu(load(plan.options.device))
+    whole = plan.engine_plan
+    gpu = matrix_gpu(load(plan.options.device)) if plan.matrix_gpus else None
     tensors = {tensor.name: tensor for tensor in whole.tensors}
     conclusions = draw_conclusions(whole)
 
@@ -479,9 +486,8 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
     paths = [portable_path(file.path, output) for file in plan.adapters]
     settings = [entry.settings for entry in recipe.models]
     given = zip(paths, plan.weights, recipe.seeds(), settings, strict=True)
-    gpus = None if plan.is_stacked else find_matrix_gpus(plan.options.device)
     return {
-        **({"device": gpus.title} if gpus else {}),
+        **({"device": plan.matrix_gpus.title} if plan.matrix_gpus else {}),
         "method": plan.method,
         "stages": [settings for _, settings in recipe.all_stages],
         "tensors": recipe.described_rules(),
