@@ -282,7 +282,7 @@ def search(folder: Path, parameters: int) -> None:
 
 # ---------------------------------------------------------------- whole matrices
 
-MATRIX_METHODS = ("iso", "tsv", "star+sum", "swudi", "dc_merge", "knots", "linear+svc")
+MATRIX_METHODS = "iso", "tsv", "star+sum", "swudi", "dc_merge", "knots", "linear+svc", "fourier+sum"
 MATRIX = 2048, 5632
 THREADS = 4, 8
 
