@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["kernel", "files", "candidates"])
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
-    parts = {"kernel": kernels, "files": files, "candidates": candidates}
+    parts = {"kernel": kernels, "files": files, "candidates": candidates, "search": search}
     parts |= {kind: functools.partial(matrices, kind) for kind in ("noise", "strong")}
     for part in options.parts:
         parts[part](options.folder, int(options.parameters))
@@ -229,9 +229,60 @@ def candidates(folder: Path, parameters: int) -> None:
         assert len(digests) == 1, "the digests differ"
 
 
+# ---------------------------------------------------------------- a search
+
+TRIALS, EVALUATION_SECONDS = 30, 1.0
+
+
+def search(folder: Path, parameters: int) -> None:
+    """Search with a live Llama whose evaluation takes a second; time what lies in between."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folders = [folder / "search" / name for name in ("base", "a", "b", "c")]
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+    layers = max(1, parameters // 61_000_000)
+    shape = LlamaConfig(**sizes, num_key_value_heads=8, num_hidden_layers=layers, vocab_size=32000)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(shape).to("cuda", torch.bfloat16)
+    for path in folders:
+        if path != folders[0]:
+            for weight in model.parameters():
+                weight.data += torch.randn_like(weight) * 0.001
+        model.save_pretrained(path)
+    count = sum(weight.numel() for weight in model.parameters())
+    del model
+    tokens = torch.randint(0, 32000, (8, 128), device="cuda")
+    pauses: list[float] = []
+    ended = 0.0
+
+    def evaluate(model: Any) -> float:
+        nonlocal ended
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        pauses.append(started - ended)
+        with torch.no_grad():
+            while time.perf_counter() - started < EVALUATION_SECONDS:
+                loss = model(tokens, labels=tokens).loss.item()
+        ended = time.perf_counter()
+        return -loss
+
+    base, *tuned = map(str, folders)
+    for method, name in (("dare+linear", "drop_rate"), ("trim+ties", "keep_ratio")):
+        pauses.clear()
+        over = {name: [0.1 + 0.8 * number / TRIALS for number in range(TRIALS)]}
+        study = folder / "search" / f"{method}.db"
+        study.unlink(missing_ok=True)
+        recipe = {"base": base, "models": tuned, "method": method}
+        dare.search(recipe, over, evaluate=evaluate, study=study, verbose=False)
+        between = sorted(pauses[1:])
+        told = f"{1000 * between[len(between) // 2]:.0f} ms, at most {1000 * between[-1]:.0f}"
+        what = f"{count / 1e9:.2f} billion, {method}, {len(pauses)} evaluations of a second"
+        print(f"search, {what}: between two of them {told}", flush=True)
+
+
 # ---------------------------------------------------------------- whole matrices
 
-MATRIX_METHODS = ("iso", "tsv", "star+sum", "swudi", "dc_merge", "knots", "linear+svc")
+MATRIX_METHODS = "iso", "tsv", "star+sum", "swudi", "dc_merge", "knots", "linear+svc", "fourier+sum"
 MATRIX = 2048, 5632
 THREADS = 4, 8
 

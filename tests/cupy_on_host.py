@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import threading
+import types
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -20,13 +21,13 @@ TITLE = "NVIDIA Imaginary"
 FUNCTIONS = {
     "asarray": (),
     "concatenate": ("axis", "dtype"),
-    "count_nonzero": (),
-    "cumsum": (),
     "empty": (),
     "empty_like": (),
-    "full_like": (),
+    "fft.irfft": ("n", "axis"),
+    "fft.rfft": ("axis",),
     "linalg.eigh": (),
     "linalg.eigvalsh": (),
+    "linalg.inv": (),
     "linalg.norm": (),
     "linalg.qr": (),
     "partition": ("axis",),
@@ -83,6 +84,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     dtype = property(lambda self: self._array.dtype)
     size = property(lambda self: self._array.size)
     T = property(lambda self: wrap(self._array.T))
+    device = property(lambda self: here.Device)
 
     def __getitem__(self, key):
         return wrap(self._array[unwrap(key)])
@@ -120,8 +122,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def sum(self, axis=None, dtype=None):
         return wrap(self._array.sum(axis=axis, dtype=dtype))
 
-    def mean(self):
-        return wrap(self._array.mean())
+    def trace(self):
+        return wrap(self._array.trace())
 
     def max(self):
         return wrap(self._array.max())
@@ -129,8 +131,14 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def min(self):
         return wrap(self._array.min())
 
-    def set(self, array):
+    def get(self, out=None):
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        out[...] = self._array
+        return out
+
+    def set(self, array, stream):
         assert array.dtype == self.dtype
+        assert stream is here.Stream
         self._array[...] = array
 
 
@@ -140,11 +148,6 @@ def empty(shape, dtype):
     if np.dtype(dtype).itemsize * np.prod(shape) > Device.most_bytes:
         raise OutOfMemoryError("Out of memory allocating 99 bytes")
     return ndarray(np.full(shape, np.nan, dtype))
-
-
-def asnumpy(array):
-    assert isinstance(array, ndarray)
-    return np.ascontiguousarray(array._array)
 
 
 class Current:
@@ -162,6 +165,7 @@ class Current:
 
 class Device(Current):
     most_bytes = free_bytes = 1 << 40
+    attributes = types.MappingProxyType({"SingleToDoublePrecisionPerfRatio": 2})
     mem_info = property(lambda self: (self.free_bytes, 1 << 40))
 
 
@@ -192,12 +196,11 @@ def matrices_on_host(gpu_on_host):
         yield
         return
     cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
-    for each in (ndarray, empty, asnumpy):
-        setattr(cupy, each.__name__, each)
+    cupy.ndarray, cupy.empty = ndarray, empty
     runtime = SimpleNamespace(getDeviceProperties=lambda _number: {"name": TITLE.encode()})
     of_cuda = {each.__name__: each for each in (Device, Stream, MemoryPool, using_allocator)}
     cupy.cuda = SimpleNamespace(runtime=runtime, **of_cuda)
-    cupyx.errstate = errstate
+    cupyx.errstate, cupyx.empty_pinned = errstate, np.empty
     with pytest.MonkeyPatch.context() as patch:
         for module in (cupy, cupyx):
             patch.setitem(sys.modules, module.__name__, module)

@@ -1,6 +1,7 @@
 """Merged adapters stand for the merged deltas, and are written whole or not at all."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from peft_models import pair, product, read_adapter, write_adapter
 from safetensors.numpy import load_file, save_file
 
+from cuda_on_host import on_host_only
 from dare import ModelEntry, Request, TensorRule, dare_drop, keep_mask, merge
 from dare.cli import main
 from dare.errors import InputError, MismatchError, OutputError, RecipeError
@@ -39,6 +41,29 @@ def delta(folder, module):
     with source:
         values = read_floats(source, name, 0, source.tensors[name].elements)
     return values.reshape(source.tensors[name].shape).astype(np.float64)
+
+
+@pytest.mark.usefixtures("matrices_on_host")
+@pytest.mark.parametrize("method", ["tsv", "trim+ties", "linear"])
+def test_a_gpu_merges_whole_matrices_and_truncates_them(two, tmp_path, method):
+    products = {}
+    for device in ("cpu", "cuda"):
+        output = tmp_path / device
+        merge_adapters(two, output, method=method, rank=2, device=device)
+        products[device] = delta(output, Q)
+        manifest = json.loads((output / "dare-manifest.json").read_text())
+        is_there = device == "cuda" and method != "linear"  # which needs only the factors
+        assert ("device" in manifest) == is_there
+    np.testing.assert_allclose(products["cuda"], products["cpu"], rtol=0, atol=1e-5)
+
+
+@on_host_only
+@pytest.mark.usefixtures("matrices_on_host")
+def test_a_plan_needs_what_computes_on_the_gpu(two, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RecipeError, match=r"cuda:.*gpu-matrices"):
+        plan_adapters(two, method="trim+ties", rank=2, device="cuda")
+    assert plan_adapters(two, rank=2, device="cuda")
 
 
 # ---------------------------------------------------------------- concatenation

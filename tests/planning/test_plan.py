@@ -15,6 +15,7 @@ from dare.planning.cost import INTERPRETER_BYTES, TENSOR_BYTES
 from dare.planning.data import Fate
 from dare.planning.make import make_plan
 from dare.planning.plan import Plan
+from dare.recipe.layers import find_depths
 from dare.recipe.recipe import ModelEntry, Request, TensorRule
 from dare.run.backend import open_backend
 from dare.tensors.chunks import CHUNK
@@ -51,6 +52,29 @@ def test_weights_are_merged_and_other_types_are_copied_by_those_that_have_them()
     assert models == {"w": (0,), "e": (0, 1), "n": (0, 1)}
     free = plan_of(BASE, BASE, on_integer_mismatch="base")  # integers need not agree then
     assert {tensor.name: tensor.models for tensor in free.tensors}["n"] == ()
+
+
+def test_tensors_share_a_treatment_only_if_their_settings_are_equal():
+    names = ("embed.weight", *(f"layers.{n}.{part}" for n in range(3) for part in ("up", "down")))
+    base = {name: np.zeros((2, 2), np.float32) for name in names}
+    lacking = {name: base[name] for name in names if name != "layers.2.down"}
+    rules = [
+        TensorRule(match="*.up", model="code", weight=0.25),
+        TensorRule(contains="layers.1.", settings={"drop_rate": [0.0, 0.8]}),
+        TensorRule(match="layers.0.down", method="trim+ties"),
+    ]
+    more = {"embedding_drop_rate": 0.5, "on_missing": "base", "method": "dare+linear"}
+    made = plan_of(base, base, lacking, tensors=rules, **more)
+    depths = find_depths(names)
+    for tensor in made.tensors:
+        asked, depth = made.recipe, depths[tensor.name]
+        each = [(tensor.name, model, depth) for model in tensor.models]
+        assert tensor.settings == tuple(asked.settings_for(*one) for one in each)
+        assert tensor.weights == tuple(asked.weight_for(*one) for one in each)
+    assert made.recipe.has_gradients
+    plain = plan_of(base, base, lacking, on_missing="base")
+    assert len(made.treatments) == 7
+    assert len(plain.treatments) == 2  # all tensors, and the one that a model lacks
 
 
 def test_every_fate_is_told():

@@ -31,7 +31,6 @@ METHODS = {
     "darex+sum": {"drop_rate": 0.9},
     "della+ties": {},
     "karcher": {},
-    "fourier+linear": {},
     "dare+sum": {"drop_rate": 0.5, "weight": [1.0, 0.0, 2.0]},
 }
 ALL_THERE = {"dare+linear", "dare+ties", "trim+ties", "breadcrumbs+ties", "linear", "darex+sum"}

@@ -30,7 +30,6 @@ METHODS = {
     "della+ties": {},
     "consensus": {},
     "karcher": {},
-    "fourier+linear": {},
 }
 
 
@@ -121,7 +120,7 @@ def on_gpu(tensor):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("method", ["dare+ties", "trim+ties", "karcher", "fourier+sum"])
+@pytest.mark.parametrize("method", ["dare+ties", "trim+ties", "karcher", "della+ties"])
 def test_candidates_stay_on_the_gpu_of_a_live_model(models, method, wide, monkeypatch):
     """What the GPU merges does not come back, and a wider type is made there."""
     if not cuda_on_host.IS_REAL:
@@ -171,9 +170,7 @@ def test_auto_leaves_half_of_the_memory_to_others(models, monkeypatch):
                 dare.Candidates(Request.of(base=base, models=tuned, device="cuda"))
 
 
-@pytest.mark.parametrize(
-    ("method", "count"), [("dare+ties", 0), ("della+ties", 5), ("fourier+sum", 5)]
-)
+@pytest.mark.parametrize(("method", "count"), [("dare+ties", 0), ("della+ties", 5)])
 def test_the_plan_says_what_the_processor_merges(models, method, count):
     settings = recipe(models, None, method)
     for device in ("cuda", "cpu"):

@@ -115,6 +115,20 @@ def test_a_layer_that_is_stored_as_inputs_by_outputs(models):
     np.testing.assert_allclose(merged_layer(folder), expected.T, rtol=0, atol=2e-6)
 
 
+@pytest.mark.usefixtures("matrices_on_host")
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gpu_solves_layers_too(models, turned):
+    folder, tensors, features = models
+    if turned:
+        for name, model in tensors.items():
+            save(folder / f"{name}.safetensors", {"fc.weight": model["fc.weight"].T.copy()})
+        write_grams(folder / "grams.safetensors", features, turned=["fc.weight"])
+    assert dare.plan(asked(folder, device="cuda")).matrix_gpus
+    found = merged_layer(folder, device="cuda")
+    expected = solved([tensors[name]["fc.weight"] for name in NAMES], features.values())
+    np.testing.assert_allclose(found.T if turned else found, expected, rtol=0, atol=2e-6)
+
+
 def test_a_model_that_lacks_a_tensor_counts_as_the_base(models):
     folder, tensors, features = models
     save(folder / "code.safetensors", {"fc.bias": tensors["code"]["fc.bias"]})

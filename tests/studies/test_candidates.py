@@ -312,7 +312,7 @@ def test_files_are_needed_no_more_and_must_be_the_same_where_they_are(tmp_path):
     recipe_file.write_text(recipe.to_toml())
     candidates = dare.Candidates(recipe_file, threads=2)
     assert candidates.recipe == recipe
-    assert candidates._plan(recipe)[1].cost.threads == 2
+    assert candidates._plan(recipe)[1].options.threads == 2
     digest = dare.merge(recipe, verbose=False).digests.output
     recipe.models[0].file.unlink()
     assert candidates.make().digest == digest
@@ -469,6 +469,48 @@ def test_tensors_on_a_device(tmp_path, dtype, monkeypatch):
     candidates.write_into(model, {"drop_rate": 0.5})
     monkeypatch.undo()
     assert_is(model, candidates.make({"drop_rate": 0.5}))
+
+
+def test_what_has_changed_of_a_live_model_since_the_last_candidate_is_noticed(tmp_path):
+    base = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 4), np.float32)}
+    recipe = write_recipe(tmp_path, base, [moved(base, 2)], method="sum")
+    candidates, wanted = dare.Candidates(recipe), dare.merge(recipe, verbose=False).output
+    model = {name: torch.zeros(4, 4) for name in base}
+    candidates.write_into(model)
+    before = model["a"].data
+    model["a"].data = torch.zeros(4, 4)  # the same tensor in another place
+    model["b"] = torch.zeros(4, 4)
+    before.zero_()
+    candidates.write_into(model)
+    assert_is(model, candidates.make())
+    assert contents(load_file(wanted)) == contents(candidates.make().arrays)
+    assert not before.any()
+    with pytest.raises(InputError, match="b: is 4×5"):
+        candidates.write_into({**model, "b": torch.zeros(4, 5)})
+    model["b"].data = model["a"].data.t()
+    with pytest.raises(InputError, match="a and b share memory"):
+        candidates.write_into(model)
+    arrays = {name: np.zeros((4, 4), np.float32) for name in base}
+    candidates.write_into(arrays)
+    arrays["b"].flags.writeable = False
+    with pytest.raises(InputError, match="b: the array is read-only"):
+        candidates.write_into(arrays)
+
+
+def test_candidates_have_the_digests_of_inputs_that_a_merge_reports(tmp_path, monkeypatch):
+    base, (one, other) = small_models(count=2)
+    recipe = write_recipe(tmp_path, base, [one, other], method="dare+linear", on_missing="base")
+    found = []
+    digests_of = under_test.digests_of
+    monkeypatch.setattr(
+        under_test, "digests_of", lambda *given: found.append(digests_of(*given)) or found[-1]
+    )
+    candidates = dare.Candidates(recipe)
+    tried = [{}, {"scale": 0.5}, {"include.model1": False}, {"method": "ties"}]
+    for settings in tried:
+        made = candidates.make(settings)
+        report = dare.merge(made.recipe, overwrite=True, resume=False, verbose=False)
+        assert found[-1] == report.digests
 
 
 def test_tied_parameters_must_be_one_tensor_in_the_base_too(tmp_path):

@@ -57,6 +57,7 @@ from dare.inputs.sources import (
     read_config,
     says_tied,
 )
+from dare.kernels import find_matrix_gpus
 from dare.planning.cost import check_memory, memory_limit
 from dare.planning.make import LeftOut, Misfit, StoredForm, find_extras, fit_tensor, norm_notices
 from dare.recipe.recipe import ModelEntry, Request
@@ -85,6 +86,7 @@ def analyze(
     allow_pickle: bool = False,
     max_memory: int | str | None = None,
     threads: int | None = None,
+    device: str = "cpu",
     cluster: str | None = None,
     verbose: bool = True,
 ) -> Analysis:
@@ -92,11 +94,13 @@ def analyze(
 
     Anything that `merge` reads can be analysed. Tensors that do not fit together are left out and
     listed. With `vocabulary="base"` or `"union"` rows are first put into one order, as for a merge.
-    If a Ray `cluster` is named, its nodes do the work.
+    If a Ray `cluster` is named, its nodes do the work. `device` is what computes singular values:
+    `"cuda"`, or one GPU, `"cuda:1"`, needs the extra `gpu-matrices`.
     """
     started = time.perf_counter()
     settings = {"vocabulary": vocabulary, "allow_pickle": allow_pickle, "verbose": verbose}
     resources = {"max_memory": max_memory, "threads": threads, "cluster": cluster}
+    resources["device"] = device
     request, inputs = open_to_compare(base, models, **settings, **resources)
     folder = inputs.folders[0]
     sources = dict(zip(inputs.names, inputs.models, strict=True))
@@ -179,6 +183,8 @@ def plan_measuring(
     threads = max(1, min(options.threads or available_cores(), max_memory // per_thread))
     spare_bytes = max_memory // threads - per_thread
     matrices = choose_matrices(list(tensors.values()), spectra, spare_bytes)
+    if matrices:
+        find_matrix_gpus(options.device)  # or refuse
     return MeasuringPlan(request, base, models, tensors, left_out, matrices, threads)
 
 

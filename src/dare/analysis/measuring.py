@@ -33,7 +33,7 @@ from dare.analysis.tallies import Additive, Sums, Window, statistics_of, with_in
 from dare.checks.dropping import BIN_SHIFT, BINS, NO_MAGNITUDES, Magnitudes, top_bin
 from dare.checks.sample import UNROUNDED, find_rounding
 from dare.inputs.sources import Raw, Source, read_chunks, read_floats
-from dare.kernels import core
+from dare.kernels import core, load, matrix_gpu
 from dare.kernels.reference import LEAST, SAMPLED
 from dare.planning.make import LeftOut
 from dare.recipe.layers import count_layers, find_networks, stack_and_layer
@@ -295,6 +295,8 @@ class Measurer:
         self._bytes = [np.empty(self._span * widest, np.uint8) for _ in plan.sources]
         shape = len(plan.models), tallies.WAYS, tallies.COUNTERS
         self._counters = np.zeros(shape, np.uint32)  # empty between chunks
+        device = plan.request.options.device
+        self._gpu = matrix_gpu(load(device)) if plan.spectra else None
 
     def prefetch(self, step: MeasuringStep) -> None:
         """Prefetch a chunk's bytes of every input; matrices have just been read anyway."""
@@ -421,7 +423,7 @@ class Measurer:
             types = (each.tensors[name].dtype.name for each in (self._plan.base, source))
             rounding = find_rounding(base, *types)
         delta[~np.isfinite(delta)] = 0
-        return tallies.spectrum_of(delta, rounding)
+        return tallies.spectrum_of(delta, rounding, self._gpu)
 
     def _read_window(self, source: Source, tensor: ComparedTensor) -> Floats:
         name, width, window = tensor.name, tensor.base.shape[1], self._plan.window_on(tensor)

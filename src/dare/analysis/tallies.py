@@ -268,17 +268,19 @@ def spectrum_bytes(shape: Sequence[int]) -> int:
     return 20 * short * long + 4 * 8 * short * short
 
 
-def spectrum_of(delta: NDArray[np.float32], rounding: Rounding = UNROUNDED) -> Spectrum | None:
+def spectrum_of(
+    delta: NDArray[np.float32], rounding: Rounding = UNROUNDED, gpu: Any = None
+) -> Spectrum | None:
     """Return the singular values of a finite matrix; None for one that is zero.
 
-    `rounding` is the energy that may have come into it when it was stored.
+    `rounding` is the energy that may have come into it when it was stored. A GPU may compute them.
 
     >>> example = spectrum_of(np.diag(np.array([4, 2, 2, 0], np.float32)))
     >>> example.values, round(example.stable_rank, 6), example.rank_99
     ((4.0, 2.0, 2.0, 0.0), 1.5, 3)
     """
     clean, missed = without_spikes(delta)
-    values = singular_values(clean)
+    values = singular_values(clean, gpu)
     energies = np.square(values)
     total = float(energies.sum())
     if total == 0:

@@ -30,6 +30,7 @@ from dare.checks.dropping import Exposure, Magnitudes, bin_edge, outlier_bin, su
 from dare.checks.inputs import find_copies
 from dare.documents.notices import LIMIT, Notice, notice
 from dare.inputs.sources import Floats, Source, decoded, hold_open
+from dare.kernels import call_with_matrices
 from dare.kernels.linalg import NOISE, Doubles, one_blas_thread, squared_values
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
@@ -313,10 +314,11 @@ def without_lines(delta: Floats, rounding: Rounding) -> Floats:
     return rest if rest.size < delta.size and sum_of_squares(rest) > rounding[0] else delta
 
 
-def singular_values(matrix: Floats) -> Doubles:
+def singular_values(matrix: Floats, gpu: Any = None) -> Doubles:
     """Return all singular values, falling, right to about 1e-8 of the largest."""
     scale = float(np.abs(matrix).max(initial=0)) or 1.0
-    values: Doubles = scale * np.sqrt(squared_values(matrix / np.float32(scale)))
+    squared = call_with_matrices(gpu, squared_values, matrix / np.float32(scale))
+    values: Doubles = scale * np.sqrt(squared)
     return values
 
 

@@ -53,6 +53,7 @@ class Options:
     allow_pickle: Switch = False
     threads: Annotated[int | None, Flag(group=RESOURCES, help="Worker threads.")] = None
     max_memory: Annotated[str | None, FIELDS["max_memory"][1]] = None
+    device: Annotated[str, Flag(group=RESOURCES, help="What computes singular values.")] = "cpu"
     cluster: Annotated[str | None, FIELDS["cluster"][1]] = None
 
 

@@ -122,6 +122,7 @@ Rank = Annotated[int | None, Flag(help="Rank of the result.")]
 Energy = Annotated[float | None, Flag(help="Or the share of the squared change to keep.")]
 Output = Annotated[Path, output_flag("Folder of the adapter.")]
 Type = Annotated[Literal["F32", "F16", "BF16"], Flag(help="Storage type.")]
+Device = Annotated[str, Flag(help="What computes: cpu, cuda or cuda:N.", group=RESOURCES)]
 
 
 def _merge(
@@ -155,6 +156,7 @@ def merge(
     dtype: Type = "F32",
     threads: Annotated[int | None, Flag(group=RESOURCES)] = None,
     max_memory: Annotated[str | None, Flag(group=RESOURCES)] = None,
+    device: Device = "cpu",
     allow_pickle: Annotated[bool, Flag()] = False,
     stage: StageFiles = None,
     dry_run: RunSwitch = False,
@@ -189,7 +191,7 @@ def extract(
     base_name: str | None = None,
     as_stored: Annotated[bool, Flag()] = False,
     dtype: Type = "F32",
-    device: str = "cpu",
+    device: Device = "cpu",
     overwrite: Overwrite = False,
 ) -> Work:
     """Extract a LoRA from a fine-tuned model: its delta, reduced to a low rank.
@@ -200,7 +202,6 @@ def extract(
     :param save_others: Store other changed tensors in full.
     :param base_name: Name of the base in the adapter, if not that of its folder.
     :param as_stored: Take names from the file, not from transformers.
-    :param device: The device that computes: cpu, cuda or cuda:N.
     """
     from dare.lora.extraction import extract_adapter
 

@@ -65,7 +65,7 @@ from dare.output.journal import Record, group_by_tensor
 from dare.output.output import Publisher
 from dare.output.receipt import portable_notices, portable_path
 from dare.output.sink import PieceSink
-from dare.planning.data import Fate, Layout, TensorPlan, lay_out
+from dare.planning.data import Fate, Layout, TensorPlan, Treatment, lay_out
 from dare.planning.plan import Plan
 from dare.recipe.recipe import Request, TensorRule
 from dare.run.engine import Receipt, Work, run, warn
@@ -477,8 +477,8 @@ def _copied(info: TensorInfo, base: Source) -> TensorPlan:
     other = base.tensors.get(info.name)
     is_like = other is not None and (other.dtype, other.shape) == (info.dtype, info.shape)
     models = (0,) if is_like else ()
-    given, kind = ((),) * len(models), info.dtype
-    return TensorPlan(info.name, Fate.COPIED, info.shape, info, kind, models, given, (), {})
+    compared = Treatment(models, settings=((),) * len(models))
+    return TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype, compared)
 
 
 def _coded_tensor(tensor: TensorPlan, base: Source, records: Sequence[Record]) -> StoredTensor:

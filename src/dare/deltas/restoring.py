@@ -135,7 +135,7 @@ class Restore(Work[Restoration]):
         self._source = DeltaSource(file, open_source(self._home))
         layout = _layout(file, recipe.output)
         tensors = tuple(
-            TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype, (), (), (), {})
+            TensorPlan(info.name, Fate.COPIED, info.shape, info, info.dtype)
             for info in self._source.tensors.values()
         )
         plan = Plan(recipe, self._source, (), (), tensors, (), (), layout, options=options)

@@ -57,7 +57,7 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
     Another byte order and conjugate or negative views are converted exactly, but refused if the
     array will be changed `in_place`, because only a copy would change.
     """
-    if is_torch(array):
+    if is_tensor := is_torch(array):
         kind = BY_TORCH_NAME.get(str(array.dtype).removeprefix("torch."))
         is_view = array.is_conj() or array.is_neg()
     elif isinstance(array, np.ndarray | np.generic):
@@ -66,21 +66,21 @@ def plain_array(array: Any, where: str, *, in_place: bool = False) -> tuple[Stor
         remedy = "; give torch.from_dlpack(array)" if hasattr(array, "__dlpack__") else ""
         what = f"expected a NumPy array or a torch tensor, found {type(array)}{remedy}"
         raise InputError(f"{where}: {what}")
-    if reason := _why_not_plain(array):
+    if reason := _why_not_plain(array, is_tensor=is_tensor):
         raise InputError(f"{where}: {reason}")
     if kind is None:
         raise InputError(f"{where}: dtype {array.dtype} is not supported; convert it to float32")
     if is_view and in_place:
         raise InputError(f"{where}: is a lazy view or not in native byte order; give a plain copy")
-    if is_torch(array):
-        return kind, array.detach().resolve_conj().resolve_neg()
+    if is_tensor:
+        return kind, array.detach().resolve_conj().resolve_neg() if is_view else array.detach()
     array = np.asarray(array)
     return kind, array.byteswap().view(kind.numpy_type) if is_view else array
 
 
-def _why_not_plain(array: Any) -> str:
+def _why_not_plain(array: Any, *, is_tensor: bool) -> str:
     """Say why an array does not hold each value once in memory, and what to do."""
-    if not is_torch(array):
+    if not is_tensor:
         is_masked = isinstance(array, np.ma.MaskedArray)
         return "is a masked array, so values are missing; call .filled(…)" if is_masked else ""
     if array.device.type == "meta" or hasattr(array, "fake_mode"):
@@ -95,7 +95,7 @@ def _why_not_plain(array: Any) -> str:
 def place_of(array: Any) -> tuple[Any, ...]:
     """Return the place of a plain array in memory; two names of one tensor share it."""
     if is_torch(array):
-        return str(array.device), array.data_ptr(), array.dtype, array.shape, array.stride()
+        return array.device, array.data_ptr(), array.dtype, array.shape, array.stride()
     return "cpu", array.ctypes.data, array.dtype, array.shape, array.strides
 
 

@@ -100,6 +100,10 @@ class HeldTensor(NamedTuple):
     on_gpu: OnGpu | None = None  # the same elements, if a GPU has them too
 
 
+WasRead = tuple[str, int, str | None]  # a tensor, its place in records, and its original digest
+ModelDigests = tuple[dict[str, str], str]  # by tensor, and of a model of these tensors
+
+
 class Source:
     """Tensors by name, readable from any element on, from any thread.
 
@@ -117,6 +121,7 @@ class Source:
     layers: Sequence[tuple[Path | None, int]] = ()
     extras: Mapping[str, Sequence[int]] = EMPTY  # tensors of models only, with the models' numbers
     metadata: Mapping[str, str] = EMPTY  # of its file's header
+    digests: dict[tuple[WasRead, ...], ModelDigests] | None = None  # known of tensors in memory
     unchanged: tuple[str, ...] = ()  # prefixes of further tensors that count as unchanged
     _opened: Sequence[Source] = ()  # the sources that it reads, open while this one is
 
@@ -754,6 +759,7 @@ class HeldSource(SourceView):
     def __init__(self, inner: Source, held: Held) -> None:
         super().__init__(inner, inner.tensors, computed=inner.tensors, opened=())
         self._held = held
+        self.digests = {}
         self.cost = ReadingCost()
 
     def held(self, name: str) -> HeldTensor | None:

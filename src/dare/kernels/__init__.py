@@ -202,11 +202,13 @@ def load(name: str) -> Any:
     return found.Kernels(name) if device.is_gpu else found
 
 
-def call_with_matrices(
-    kernels: Any, function: Callable[..., Any], *given: Any, **settings: Any
-) -> Any:
-    """Call a function of matrices: on a GPU, if the kernels are of one that takes them."""
-    gpu = getattr(kernels, "matrices", None)
+def matrix_gpu(kernels: Any) -> Any:
+    """Return the worker's part of a GPU that takes whole matrices; None if the processor does."""
+    return getattr(kernels, "matrices", None)
+
+
+def call_with_matrices(gpu: Any, function: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+    """Call a function of matrices on a GPU, or here if there is none."""
     return gpu.call(function, *given, **settings) if gpu else function(*given, **settings)
 
 

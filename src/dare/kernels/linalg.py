@@ -16,7 +16,9 @@ agree to about 1e-5 of their norm. `one_blas_thread` takes the first reason away
 results are then the same bits.
 
 Matrices may be a GPU's, of CuPy. NumPy hands its functions to the library that made an array, and
-what is made from nothing is made `like` a matrix, so all is computed where the matrices are.
+what is made from nothing is made `like` a matrix, so all is computed where the matrices are. Only
+singular values, which are few, are always NumPy's. A GPU that is as fast in float64 takes matrices
+apart in float64 only, and finds polar factors by products of matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,7 @@ from dare.kernels.lapack import Count, LapackError, all_eigen, blas, leading_eig
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Numbers = NDArray[np.floating[Any]]  # float32 or float64
+Array = TypeVar("Array", bound=Numbers)
 # The number of directions wanted: as it is, or by all singular values, falling; None: all.
 Rank = Count | None
 
@@ -51,6 +54,26 @@ MOST_SMALL = 0.4  # the share of the short side that may be small; else float64 
 OUTSTANDING = 20.0  # the largest squared singular value over their mean, at most
 POWER_STEPS = 8  # steps of the power iteration that estimates the largest one
 SINGLE_RANGE = 1e-12, 1e12  # largest elements whose squares, and sums of them, float32 has room for
+FAST_DOUBLES = 4  # GPUs that take up to so many times as long in float64 compute in nothing else
+# Coefficients of polynomials p(x) = ax + bx³ + cx⁵ that take singular values to 1: each is the
+# nearest to 1 on all values that those before it make of [0.05, 1]; the second five, of [4e-5, 1].
+# No other choice is better (Amsel, Persson, Musco, Gower, arXiv:2505.16932). All are made for
+# values that are larger by 0.5%, because one beyond an interval's end would run away. The last ones
+# take values down to 1e-5 to 1.
+NEWTON = 1.875, -1.25, 0.375  # the limit for values near 1: their distance to 1 is cubed
+TO_ONE = (
+    (6.7188, -18.0784, 12.9366),
+    (2.5310, -1.8545, 0.4325),
+    (1.9222, -1.2953, 0.3745),
+    NEWTON,
+    (8.3677, -24.4985, 17.9840),
+    (4.0647, -2.9957, 0.5588),
+    (3.6146, -2.6798, 0.5235),
+    (2.6471, -1.9497, 0.4428),
+    (1.9500, -1.3245, 0.3774),
+    *[NEWTON] * 5,
+)
+IS_ONE = 3e-6  # how far squared singular values may be from 1, as a root of the mean square
 
 
 @contextmanager
@@ -74,7 +97,7 @@ class Factors:
 
     def product(self) -> Floats:
         """Return the matrix."""
-        return multiply(self.left * self.values, self.right)
+        return multiply(self.left * beside(self.left, self.values), self.right)
 
 
 @dataclass(frozen=True)
@@ -101,11 +124,14 @@ def spectrum(matrix: Floats, rank: Rank = None) -> OneSidedFactors:
     [4.0, 3.0]
     """
     wide = _widened(matrix)
+    return _take_apart(wide, _low_rank_basis(wide), rank)
+
+
+def _take_apart(wide: Floats, basis: Doubles | None, rank: Rank) -> OneSidedFactors:
     if 0 in wide.shape:
-        none = np.zeros((wide.shape[0], 0), like=wide), np.zeros(0, like=wide)
-        return OneSidedFactors(*none, _no_rows(wide))
-    basis = _low_rank_basis(wide)
-    single = _in_single(wide, rank) if basis is None else None
+        return OneSidedFactors(np.zeros((len(wide), 0), like=wide), np.zeros(0), _no_rows(wide))
+    takes_double = basis is not None or _has_fast_doubles(wide)
+    single = None if takes_double else _in_single(wide, rank)
     return single or _in_double(wide, basis, rank)
 
 
@@ -126,6 +152,8 @@ def _in_double(wide: Floats, basis: Doubles | None, rank: Rank) -> OneSidedFacto
 
     few = (count if callable(rank) else rank) if _is_few(rank, len(wide)) else None
     symmetric = gram(wide if basis is None else _times(basis.T, wide))
+    if isinstance(few, int) and few > len(symmetric):  # LAPACK would print that it is too many
+        few = None
     energies, vectors = falling_eigen(symmetric, few)
     wanted = len(energies) if callable(few) else count(energies)
     vectors = vectors[:, :wanted] if basis is None else basis @ vectors[:, :wanted]
@@ -183,7 +211,7 @@ def _small_part(
     they have to be taken out on the far side once more.
     """
     part = _times(rest.T.astype(np.float64), wide)
-    inverse = np.divide(large, values.astype(np.float32))
+    inverse = np.divide(large, beside(large, values.astype(np.float32)))
     products = np.zeros(rest.T.shape, np.float32, like=wide)
     for columns in panels(wide.shape[1]):
         products += part[:, columns].astype(np.float32) @ wide[:, columns].T
@@ -193,7 +221,7 @@ def _small_part(
     energies, vectors = falling_eigen(gram(part))
     known = int(np.count_nonzero(energies > (NOISE * values[0]) ** 2))
     roots = np.sqrt(energies[:known])
-    far = multiply((vectors[:, :known] / roots).T, part)
+    far = multiply((vectors[:, :known] / beside(vectors, roots)).T, part)
     return multiply(rest, vectors[:, :known]), roots, far
 
 
@@ -206,7 +234,8 @@ def factorise(matrix: Floats, rank: Rank = None) -> Factors:
     """
     parts = spectrum(matrix, rank)
     near, values = parts.vectors, parts.values
-    inverse = (near[:, : parts.plain] / values[: parts.plain]).astype(near.dtype)
+    inverse = near[:, : parts.plain] / beside(near, values[: parts.plain])
+    inverse = inverse.astype(near.dtype)
     far = _times(inverse.T, _widened(matrix))
     if len(parts.far):
         far = np.concatenate([far, parts.far])
@@ -221,32 +250,67 @@ def project(matrix: Floats, vectors: Numbers, shares: Doubles) -> Floats:
     That is vectors·diag(shares)·vectorsᵀ·matrix for a matrix that is not taller than wide, and the
     same from the other side for one that is. In the precision of the vectors.
     """
-    wide = _widened(matrix)
     short, count = vectors.shape
-    if 2 * count < short:
-        projected = multiply(vectors * shares, _times(vectors.T, wide))
-    else:
-        projected = np.empty(wide.shape, np.float32, like=wide)
-        half = (vectors * np.sqrt(shares)).astype(vectors.dtype)
-        operator = half @ half.T
-        for columns in panels(wide.shape[1]):
-            projected[:, columns] = operator @ wide[:, columns].astype(operator.dtype, copy=False)
+    if 2 * count >= short:
+        half = (vectors * beside(vectors, np.sqrt(shares))).astype(vectors.dtype)
+        return _turn(matrix, half @ half.T)
+    wide = _times(vectors.T, _widened(matrix))
+    projected = multiply(vectors * beside(vectors, shares), wide)
     return projected.T.copy() if _is_tall(matrix) else projected
 
 
-def polar(matrix: Floats) -> tuple[Floats, Doubles]:
-    """Return the matrix with all singular values set to 1 but absent ones; and the values it had.
+def _turn(matrix: Floats, operator: Numbers) -> Floats:
+    """Multiply a matrix by a symmetric one from its shorter side, in the precision of that."""
+    wide = _widened(matrix)
+    turned = np.empty(wide.shape, np.float32, like=wide)
+    for columns in panels(wide.shape[1]):
+        turned[:, columns] = operator @ wide[:, columns].astype(operator.dtype, copy=False)
+    return turned.T.copy() if _is_tall(matrix) else turned
 
-    >>> polar(np.array([[0, 3, 0], [4, 0, 0]], np.float32))[0].tolist()
-    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+
+def polar(matrix: Floats) -> tuple[Floats, float]:
+    """Return the matrix with all singular values set to 1 but absent ones; and the mean of these.
+
+    >>> turned, mean = polar(np.array([[0, 3, 0], [4, 0, 0]], np.float32))
+    >>> turned.tolist(), mean
+    ([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], 3.5)
     """
-    parts = spectrum(matrix)
+    wide = _widened(matrix)
+    basis = _low_rank_basis(wide)
+    if basis is None and _has_fast_doubles(wide):
+        symmetric = gram(wide)
+        if (root := inverse_root_by_products(symmetric)) is not None:
+            return _turn(matrix, root), float((root * symmetric).sum()) / len(wide)
+    parts = _take_apart(wide, basis, None)
     near, plain = parts.vectors, parts.plain
     turned = project(matrix, near[:, :plain], 1 / parts.values[:plain])
     if len(parts.far):
         small = multiply(near[:, plain:], parts.far)
         turned += small.T if _is_tall(matrix) else small
-    return turned, parts.values
+    return turned, float(parts.values.mean()) if parts.values.size else 0.0
+
+
+def inverse_root_by_products(symmetric: Doubles) -> Doubles | None:
+    """Return symmetric^(-1/2), by products of matrices alone; None if it is nearly singular.
+
+    With A·Aᵀ = G a polynomial p(A) = q(G)·A, so that q of all steps, multiplied, is the root.
+    `inside` is that of each step: q·G·q, which comes to 1.
+    """
+    one = np.zeros_like(symmetric)
+    one.reshape(-1)[:: len(one) + 1] = 1
+    bound = float(np.linalg.norm(symmetric @ symmetric)) ** 0.5  # of the largest eigenvalue
+    if not bound:
+        return None
+    root: Doubles = one * bound**-0.5
+    inside, distance = symmetric * (1 / bound), np.inf
+    for step in TO_ONE:
+        first, third, fifth = NEWTON if distance < 1 else step
+        factor = one * first + inside * third + inside @ inside * fifth
+        root, inside = factor @ root, factor @ inside @ factor
+        distance = float(np.linalg.norm(inside - one))
+        if distance < IS_ONE * len(inside) ** 0.5:
+            return root
+    return None
 
 
 def orthogonal_product(parts: list[Factors], values: Doubles) -> Floats:
@@ -261,20 +325,22 @@ def orthogonal_product(parts: list[Factors], values: Doubles) -> Floats:
     parts.clear()
     if len(values) < SINGLE_FROM:
         left, right = left.astype(np.float64), right.astype(np.float64)
-        middle = (_inverse_root(left.T @ left) * values) @ _inverse_root(right @ right.T)
+        scaled = _inverse_root(left.T @ left) * beside(left, values)
+        middle = scaled @ _inverse_root(right @ right.T)
         return multiply(left @ middle, right)
     left = left.astype(np.float32, copy=False)
     turned = polar(left)[0]
     del left
-    turned *= values.astype(np.float32)
+    turned *= beside(turned, values.astype(np.float32))
     return turned @ polar(right.astype(np.float32, copy=False))[0]
 
 
 def _inverse_root(symmetric: Doubles) -> Doubles:
     """Return symmetric^(-1/2), zero where there is nothing to invert."""
     energies, vectors = np.linalg.eigh(symmetric)
-    kept = energies > NOISE**2 * np.maximum(energies[-1:], 0)
-    half: Doubles = vectors[:, kept] * energies[kept] ** -0.25
+    energies = on_host(energies)
+    kept = energies[energies > NOISE**2 * np.maximum(energies[-1:], 0)]
+    half: Doubles = vectors[:, len(energies) - len(kept) :] * beside(vectors, kept**-0.25)
     return half @ half.T
 
 
@@ -308,8 +374,8 @@ def squared_values(matrix: Floats) -> Doubles:
     >>> squared_values(np.array([[0, 3, 0], [4, 0, 0]], np.float32)).tolist()
     [16.0, 9.0]
     """
-    energies: Doubles = np.maximum(np.linalg.eigvalsh(gram(_widened(matrix)))[::-1], 0)
-    return energies
+    energies: Doubles = on_host(np.linalg.eigvalsh(gram(_widened(matrix))))[::-1]
+    return np.maximum(energies, 0)
 
 
 def falling_eigen(symmetric: Numbers, count: Count | None = None) -> tuple[Numbers, Numbers]:
@@ -331,6 +397,7 @@ def _rising_eigen(symmetric: Numbers, count: Count | None) -> tuple[Numbers, Num
         if is_here and symmetric.dtype == np.float32:
             return all_eigen(symmetric)
     values, columns = np.linalg.eigh(symmetric)
+    values = on_host(values)
     wanted = count(values[::-1]) if callable(count) else count
     first = 0 if wanted is None else len(values) - wanted
     return values[first:], columns.T[first:]
@@ -346,6 +413,32 @@ def squared_norm(matrix: Floats) -> float:
 def eigen_bytes(short: int) -> int:
     """Return the memory that a Gram matrix and its eigenvectors take while being computed."""
     return 5 * short * short * 8
+
+
+# ---------------------------------------------------------------- where matrices are
+
+
+def beside(matrix: Any, few: Array) -> Array:
+    """Return a few numbers where a matrix is, to be computed with it."""
+    return np.asarray(few, like=matrix)  # type: ignore[return-value]
+
+
+def on_host(few: Any) -> Any:
+    """Return a few numbers as NumPy's, wherever they are."""
+    return few if isinstance(few, np.ndarray) else few.get()
+
+
+def random_like(matrix: Floats, *shape: int) -> Floats:
+    """Return the same normal numbers each time, where a matrix is."""
+    return beside(matrix, np.random.default_rng(0).standard_normal(shape, np.float32))
+
+
+def _has_fast_doubles(matrix: Any) -> bool:
+    """Tell whether a matrix is on a GPU that computes in float64 about as fast as in float32."""
+    if isinstance(matrix, np.ndarray):
+        return False
+    ratio = matrix.device.attributes.get("SingleToDoublePrecisionPerfRatio", np.inf)
+    return bool(ratio <= FAST_DOUBLES)
 
 
 # ---------------------------------------------------------------- pieces
@@ -375,12 +468,6 @@ def _times(left: Numbers, wide: Floats) -> Numbers:
     for columns in panels(wide.shape[1]):
         product[:, columns] = left @ wide[:, columns].astype(left.dtype, copy=False)
     return product
-
-
-def random_like(matrix: Floats, *shape: int) -> Floats:
-    """Return the same normal numbers each time, where a matrix is."""
-    numbers = np.random.default_rng(0).standard_normal(shape, np.float32)
-    return np.asarray(numbers, like=matrix)
 
 
 def _stands_out(wide: Floats) -> bool:

@@ -36,7 +36,7 @@ from dare.inputs.transformers_models import (
     find_places,
     places_as_stored,
 )
-from dare.kernels import call_with_matrices, check_device, find_matrix_gpus, load
+from dare.kernels import call_with_matrices, check_device, find_matrix_gpus, load, matrix_gpu
 from dare.lora.low_rank import Wanted, join_experts, truncate_matrix
 from dare.lora.reading import list_findings
 from dare.lora.writing import (
@@ -229,14 +229,14 @@ class Extract(AdapterWork[ExtractionReport]):
 
     def _extract(self) -> Iterator[ModuleReport]:
         """Store the factors of the chosen matrices that have changed."""
-        kernels = load(self.device)
+        gpu = matrix_gpu(load(self.device))
         for tensor in self.chosen:
             place, name = self.change.places[tensor], self.change.places[tensor].target
             matrices = self.change.read_matrices(tensor)
             if place.kind in ("conv1d", "turned_parameter"):
                 matrices = (matrix.T for matrix in matrices)
             how = self.wanted, name
-            parts = [call_with_matrices(kernels, truncate_matrix, each, *how) for each in matrices]
+            parts = [call_with_matrices(gpu, truncate_matrix, each, *how) for each in matrices]
             low_rank = join_experts(parts)
             if rank := low_rank.rank // len(parts):
                 self.put(f"{name}.lora_A.weight", low_rank.right)

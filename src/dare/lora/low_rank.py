@@ -36,6 +36,7 @@ from dare.kernels.linalg import (
     NOISE,
     PANEL,
     Doubles,
+    beside,
     falling_eigen,
     gram,
     random_like,
@@ -203,7 +204,7 @@ def _within(
     projected = wide if basis is None else basis.T @ wide
     energies, vectors = falling_eigen(gram(projected))
     rank = wanted.choose(energies, squared)
-    roots = np.sqrt(np.sqrt(energies[:rank]))
+    roots = beside(vectors, np.sqrt(np.sqrt(energies[:rank])))
     vectors = vectors[:, :rank]
     right = (vectors / roots).T.astype(np.float32) @ projected
     left = vectors if basis is None else basis @ vectors

@@ -34,6 +34,7 @@ from dare.inputs.sources import (
     read_float_chunks,
     read_floats,
 )
+from dare.kernels import MatrixGpus, call_with_matrices, find_matrix_gpus, load, matrix_gpu
 from dare.lora.low_rank import (
     CoreSource,
     FindCore,
@@ -105,6 +106,11 @@ class AdapterPlan(Shown):
     def is_stacked(self) -> bool:
         """True if the factors are put side by side, which takes no engine."""
         return self.is_additive and self.space == "full"
+
+    @cached_property
+    def matrix_gpus(self) -> MatrixGpus | None:
+        """The GPUs that whole matrices are computed on, if any are."""
+        return None if self.is_stacked else find_matrix_gpus(self.options.device)
 
     @property
     def route(self) -> str:
@@ -184,6 +190,7 @@ def plan_adapters(
     dtype: str = "F32",
     threads: int | None = None,
     max_memory: int | str | None = None,
+    device: str = "cpu",
     allow_pickle: bool = False,
     **parameters: Any,
 ) -> AdapterPlan:
@@ -193,7 +200,8 @@ def plan_adapters(
     name the base's tensors: `TensorRule(match="*.q_proj.weight", …)`. `parameters` are those of
     stages (`drop_rate`, `keep_ratio`, …) and `model_seed`: one value, or a list with one for each
     adapter. `space = "core"` merges in the small space that the adapters span.
-    `max_memory` limits the buffers and factors of methods that work on single elements.
+    `max_memory` limits the buffers and factors of methods that work on single elements. `device` is
+    what computes whole matrices, as in `merge`; sums are made by the processor, from the factors.
     """
     if isinstance(adapters, str | PathLike):
         raise RecipeError(f"adapters = {str(adapters)!r}: must be a list of folders")
@@ -205,7 +213,7 @@ def plan_adapters(
     given: dict[str, Any] = {"method": method, "stages": stages, "tensors": list(tensors)}
     given |= {"seed": seed, "scale": scale, "weight": weights, **parameters}
     given |= {"threads": threads, "max_memory": max_memory, "verbose": False}
-    given |= {"allow_pickle": allow_pickle}
+    given |= {"device": device, "allow_pickle": allow_pickle}
     given = {name: value for name, value in given.items() if value is not None}
     request = request_with_settings({"base": "zeros", "models": list(adapters)}, given, "arguments")
     recipe = request.recipe
@@ -225,6 +233,7 @@ def plan_adapters(
 def _check_method(plan: AdapterPlan) -> None:
     """Refuse stages that look at the base, and whole matrices that nothing would make small."""
     recipe, where = plan.recipe, f"method {plan.method!r}"
+    plan.matrix_gpus  # noqa: B018 (refuses where there are none)
     for tensor in (tensor for adapter in plan.adapters for tensor in adapter.tensors):
         combine = recipe.chain_for(tensor).combine
         if combine.needs_base(recipe.joint_settings_for(tensor)[0]):
@@ -411,6 +420,7 @@ def _bias_sum(plan: AdapterPlan, module: LoraModule) -> Floats:
 def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
     """Merge modules as the engine merges tensors: whole matrices, or those in the core space."""
     whole = plan.engine_plan
+    gpu = matrix_gpu(load(plan.options.device)) if plan.matrix_gpus else None
     tensors = {tensor.name: tensor for tensor in whole.tensors}
     conclusions = draw_conclusions(whole)
 
@@ -429,7 +439,8 @@ def _by_engine(plan: AdapterPlan) -> Iterator[Merged]:
                 assert plan.wanted is not None  # or the rank would be full
                 flat = values.reshape(module.experts, -1)
                 matrices = (each.reshape(module.shape, order=module.order) for each in flat)
-                merged = [truncate_matrix(each, plan.wanted, module.name) for each in matrices]
+                how = plan.wanted, module.name
+                merged = [call_with_matrices(gpu, truncate_matrix, m, *how) for m in matrices]
             yield module, merged, merge(f"{module.name}.bias") if module.has_bias else None
 
 
@@ -476,6 +487,7 @@ def _how(plan: AdapterPlan, output: Path) -> dict[str, Any]:
     settings = [entry.settings for entry in recipe.models]
     given = zip(paths, plan.weights, recipe.seeds(), settings, strict=True)
     return {
+        **({"device": plan.matrix_gpus.title} if plan.matrix_gpus else {}),
         "method": plan.method,
         "stages": [settings for _, settings in recipe.all_stages],
         "tensors": recipe.described_rules(),

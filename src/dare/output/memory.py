@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
 from types import SimpleNamespace
@@ -63,20 +65,26 @@ class InMemory:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A flat torch tensor of whole numbers on any device."""
+    """A contiguous torch tensor on any device."""
 
     tensor: Any
     carrier: np.dtype[np.generic]
     in_place = False
 
+    @property
+    def _flat(self) -> Any:
+        """Its elements as whole numbers."""
+        whole = getattr(sys.modules["torch"], f"int{8 * self.carrier.itemsize}")
+        return self.tensor.view(-1).view(whole)
+
     def read(self, start: int, count: int) -> Raw:
-        elements: Raw = self.tensor[start : start + count].cpu().numpy().view(self.carrier)
+        elements: Raw = self._flat[start : start + count].cpu().numpy().view(self.carrier)
         return elements
 
     def write(self, start: int, raw: Raw) -> None:
         torch = sys.modules["torch"]
         whole = torch.from_numpy(raw.view(f"i{raw.itemsize}"))
-        self.tensor[start : start + raw.size].copy_(whole)
+        self._flat[start : start + raw.size].copy_(whole)
 
     def room_for(self, nbytes: int) -> Any:
         """Return a tensor of so many bytes on the same device."""
@@ -86,7 +94,7 @@ class OnDevice:
         """Write elements that are bytes on the same device, of a narrower type."""
         torch = sys.modules["torch"]
         values = made.view(getattr(torch, narrow.torch_name))
-        whole = self.tensor[start : start + values.numel()]
+        whole = self._flat[start : start + values.numel()]
         whole.view(getattr(torch, wide.torch_name)).copy_(values)
         torch.cuda.current_stream(made.device).synchronize()  # others may write there next
 
@@ -104,20 +112,28 @@ def memory_of(array: Any, name: str) -> tuple[StorageType, tuple[int, ...], Memo
             raise InputError(f"{name}: the array is read-only; give a copy that can be written")
         elements = plain.view(kind.carrier)
     else:
-        torch = sys.modules["torch"]
-        tensor = plain.view(getattr(torch, f"int{8 * kind.itemsize}"))
         if plain.device.type != "cpu":
-            if not tensor.is_contiguous():
+            if not plain.is_contiguous():
                 raise InputError(f"{name}: is not contiguous; call .contiguous() first")
-            return kind, shape, OnDevice(tensor.view(-1), kind.carrier)
-        elements = tensor.numpy().view(kind.carrier)
+            return kind, shape, OnDevice(plain, kind.carrier)
+        whole = getattr(sys.modules["torch"], f"int{8 * kind.itemsize}")
+        elements = plain.view(whole).numpy().view(kind.carrier)
     is_flat = elements.flags.c_contiguous
     return kind, shape, InMemory(elements.reshape(-1) if is_flat else elements)
 
 
 def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
     """Refuse arrays that partly share memory, if one is changed; names of one array are fine."""
-    extents = sorted(_extents(arrays), key=attrgetter("device", "first"))
+    places = {}
+    for name, array in arrays.items():
+        with suppress(RuntimeError, NotImplementedError):  # sparse tensors and other wrappers
+            places[name] = place_of(array)
+    _check_places(tuple(places.items()), frozenset(changed))
+
+
+@lru_cache(maxsize=2)  # a search writes into the same model again and again
+def _check_places(places: Iterable[_Place], changed: Collection[str]) -> None:
+    extents = sorted(_extents(places), key=attrgetter("device", "first"))
     for number, one in enumerate(extents):
         if one.name in changed and one.overlaps_itself:
             raise InputError(f"{one.name}: shares memory with itself; give a copy (.clone())")
@@ -131,6 +147,9 @@ def check_apart(arrays: Mapping[str, Any], changed: Collection[str]) -> None:
                     f"{one.name} and {other.name} share memory, but they are different "
                     "tensors; give one of them its own memory (.clone()). Nothing was changed"
                 )
+
+
+_Place = tuple[str, tuple[Any, ...]]  # an array's name, and what `place_of` says of it
 
 
 class _Extent(NamedTuple):
@@ -166,26 +185,22 @@ class _Extent(NamedTuple):
             return True
 
 
-def _extents(arrays: Mapping[str, Any]) -> Iterator[_Extent]:
+def _extents(places: Iterable[_Place]) -> Iterator[_Extent]:
     """Yield the extents of arrays that have elements and their own memory."""
-    for name, array in arrays.items():
-        try:
-            device, start, _, shape, steps = place = place_of(array)
-        except (RuntimeError, NotImplementedError):  # sparse tensors and other wrappers
-            continue
+    for name, place in places:
+        device, start, dtype, shape, steps = place
         if 0 in shape or not start:
             continue
-        if is_torch(array):
-            steps = [step * array.element_size() for step in steps]
+        unit = 1 if isinstance(dtype, np.dtype) else dtype.itemsize  # torch counts in elements
         described = {
             "data": (start, False),
             "shape": tuple(shape),
-            "strides": tuple(steps),
-            "typestr": f"|V{array.itemsize}",
+            "strides": tuple(step * unit for step in steps),
+            "typestr": f"|V{dtype.itemsize}",
             "version": 3,
         }
         addresses = np.asarray(SimpleNamespace(__array_interface__=described))
-        yield _Extent(name, device, *byte_bounds(addresses), place, addresses)
+        yield _Extent(name, str(device), *byte_bounds(addresses), place, addresses)
 
 
 def arrays_of(model: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ and tables have only the name.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -52,6 +53,7 @@ from dare.errors import (
 from dare.formats.recoding import Loss, LossMeter
 from dare.inputs.directory import CHAT_TEMPLATE, usual_templates
 from dare.inputs.shards import SINGLE_NAME
+from dare.inputs.sources import ModelDigests, Source, WasRead
 from dare.kernels import check_device, find_matrix_gpus
 from dare.output.journal import Record, group_by_tensor
 from dare.output.targets import MANIFEST_NAME, manifest_path, read_sealed
@@ -277,7 +279,7 @@ def make_report(
 
 def _tensor_report(plan: Plan, tensor: TensorPlan, chunks: Sequence[Record]) -> TensorReport:
     figures = np.array([chunk.models for chunk in chunks], np.int64)  # chunk, model, figure
-    of_model = 1 + len(tensor.stages) - len(tensor.refine)
+    of_model = 1 + len(tensor.stages) - len(tensor.treatment.refine)
     figures = figures.reshape(len(chunks), len(tensor.models), of_model)
     peaks = figures[:, :, 0].max(axis=0, initial=0).astype(np.uint32).view(np.float32)
     return TensorReport(
@@ -347,29 +349,36 @@ def _losses(merged: MergedTensor) -> Iterator[tuple[int, int, float]]:
 def digests_of(plan: Plan, records: Sequence[Record]) -> Digests:
     """Return the digests of all inputs and of the output."""
     chunks_of = group_by_tensor(records)
-    base: dict[str, str] = {}
-    models: list[dict[str, str]] = [{} for _ in plan.models]
-    output: dict[str, str] = {}
+
+    # Of each input what was read: tensors, their places in records, and known digests.
+    read: list[list[WasRead]] = [[] for _ in range(1 + len(plan.models))]
     for tensor in plan.tensors:
-        name, chunks = tensor.name, chunks_of[tensor.name]
         if tensor.fate is not Fate.GATHERED:
-            base[name] = tensor_digest(chunk.inputs[0] for chunk in chunks)
-        output[name] = tensor_digest(chunk.output for chunk in chunks)
+            read[0].append((tensor.name, 0, None))
         for place, model in enumerate(tensor.models, start=1):
-            if name in plan.models[model].tensors:
-                found = plan.original_digest(tensor, model)
-                models[model][name] = found or tensor_digest(c.inputs[place] for c in chunks)
+            if tensor.name in plan.models[model].tensors:
+                original = plan.original_digest(tensor, model)
+                read[1 + model].append((tensor.name, place, original))
 
-    def of_model(tensors: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
-        return model_digest((tensors[name], digest) for name, digest in digests.items())
+    def of_input(source: Source, read: tuple[WasRead, ...]) -> ModelDigests:
+        if source.digests is not None and read in source.digests:
+            return source.digests[read]
+        found = {n: own or tensor_digest(c.inputs[p] for c in chunks_of[n]) for n, p, own in read}
+        whole = model_digest((source.tensors[name], digest) for name, digest in found.items())
+        if source.digests is not None:
+            source.digests[read] = found, whole
+        return found, whole
 
-    written = {t.name: TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors}
+    inputs = zip((plan.base, *plan.models), map(tuple, read), strict=True)
+    (base_tensors, base), *models = itertools.starmap(of_input, inputs)
+    output = {t.name: tensor_digest(c.output for c in chunks_of[t.name]) for t in plan.tensors}
+    written = (TensorInfo(t.name, t.dtype, t.shape, 0) for t in plan.tensors)
     return Digests(
-        base=of_model(plan.base.tensors, base),
-        models=tuple(of_model(m.tensors, d) for m, d in zip(plan.models, models, strict=True)),
-        output=of_model(written, output),
-        base_tensors=base,
-        model_tensors=tuple(models),
+        base=base,
+        models=tuple(whole for _, whole in models),
+        output=model_digest(zip(written, output.values(), strict=True)),
+        base_tensors=base_tensors,
+        model_tensors=tuple(tensors for tensors, _ in models),
         output_tensors=output,
     )
 

@@ -11,17 +11,20 @@ from dare.errors import RecipeError
 from dare.formats.recoding import Unit
 from dare.inputs.sources import bytes_for
 from dare.kernels import GROUP, Device, device_of
-from dare.planning.data import PlanData, TensorPlan
+from dare.planning.data import Fate, PlanData, TensorPlan
 from dare.recipe.options import DEFAULT_MEMORY
 from dare.stages import Stage
 from dare.stores.objects import sending_bytes
 from dare.tensors.chunks import CHUNK
+from dare.tensors.dtypes import StorageType
 from dare.tensors.system import available_cores, available_memory
 
 INTERPRETER_BYTES = 200 << 20  # about what Python, NumPy and the library take
 
 # The draws of a chain that a block can note down: a mask or none, then a band or none.
 ONE_MASK_ONE_BAND: tuple[list[int | None], ...] = ([], [0], [None], [0, None])
+
+Survey = tuple[int, int, Stage]  # peak bytes, kept bytes, and whose survey it is
 
 TENSOR_BYTES = 6000  # about what is kept of one tensor of the plan
 
@@ -42,12 +45,25 @@ class Cost:
     @cached_property
     def surveys_first(self) -> bool:
         """True if a tensor is read for surveys before it is merged."""
-        return any(map(self._survey_reads, self.plan.tensors))
+        return bool(self._surveyed)
+
+    @cached_property
+    def _surveyed(self) -> list[tuple[TensorPlan, list[Survey]]]:
+        """The tensors that are surveyed, each with its surveys."""
+        asked = (tensor for tensor in self.plan.merged() if tensor.treatment.asks)
+        return [(tensor, found) for tensor in asked if (found := list(self.surveys(tensor)))]
+
+    @cached_property
+    def _copied_types(self) -> list[tuple[Fate, list[StorageType]]]:
+        """By tensor: its fate, and the storage types of the models' copies."""
+        copies_of = self.plan.copies_of
+        return [(t.fate, [info.dtype for _, info in copies_of(t)]) for t in self.plan.tensors]
 
     def _survey_reads(self, tensor: TensorPlan) -> int:
-        if not tensor.is_merged:
+        if not tensor.is_merged or not tensor.treatment.asks:
             return 0
-        return max(map(tensor.survey_reads, tensor.models), default=0) + tensor.joint_reads
+        surveyed = map(tensor.surveyed_stages, tensor.models)  # each is a pass, as a rule
+        return max(map(len, surveyed), default=0) + tensor.joint_reads
 
     def _unit(self, tensor: TensorPlan) -> Unit:
         """Return the elements of a tensor that the output's format stores together."""
@@ -70,9 +86,9 @@ class Cost:
         ]
         once = base + sum(size for _, size in models)
         made = once * self._unit(tensor).reads
-        if not tensor.is_merged:
+        if not tensor.is_merged or not tensor.treatment.asks:
             return made
-        surveys = sum(tensor.survey_reads(m) * (base + size) for m, size in models)
+        surveys = sum(len(tensor.surveyed_stages(m)) * (base + size) for m, size in models)
         return made + surveys + once * tensor.joint_reads
 
     @cached_property
@@ -118,12 +134,10 @@ class Cost:
 
     @property
     def _wanted_threads(self) -> int:
-        if self.plan.options.threads:
-            return self.plan.options.threads
         if self.is_all_on_gpu:
             return 1  # which only has to ask for everything
         cores = available_cores()
-        return min(cores, self._device.most_threads or cores)
+        return self.plan.options.threads or min(cores, self._device.most_threads or cores)
 
     @cached_property
     def is_all_on_gpu(self) -> bool:
@@ -145,6 +159,7 @@ class Cost:
         return any(
             tensor.joint_reads or len(tensor.surveyed_stages(m)) != len(tensor.ranks_of(m)[:1])
             for tensor in self.plan.merged()
+            if tensor.treatment.asks
             for m in tensor.models
         )
 
@@ -164,8 +179,8 @@ class Cost:
     @cached_property
     def _gpu_matrix_work(self) -> int:
         """The most memory that one survey takes for whole matrices on a GPU."""
-        merged = self.plan.merged() if self.plan.matrix_gpus else iter(())
-        surveys = (survey for tensor in merged for survey in self.surveys(tensor))
+        surveyed = self._surveyed if self.plan.matrix_gpus else ()
+        surveys = (survey for _, found in surveyed for survey in found)
         return max((held for held, _, stage in surveys if stage.on_gpu), default=0)
 
     @property
@@ -214,30 +229,29 @@ class Cost:
         """True if stages only note down what a kernel is to do with every chunk."""
         if self.plan.has_deltas or self.plan.has_later_draws:  # it draws one mask for each model
             return False
-        return all(
-            0 not in tensor.weights
-            and tensor.is_lazy
-            and len({info.dtype for _, info in self.plan.copies_of(tensor)}) == 1
-            for tensor in self.plan.merged()
+        return all(0 not in each.weights and each.is_lazy for each in self.plan.treatments) and all(
+            types.count(types[0]) == len(types)
+            for fate, types in self._copied_types
+            if fate is Fate.MERGED
         )
 
     @cached_property
     def _models_held(self) -> int:
         """The number of models whose values are held at once: few, if stages only make notes."""
-        copies = ((tensor, model) for tensor in self.plan.merged() for model in tensor.models)
-        noted = all(t.is_lazy and t.draws_of(m) in ONE_MASK_ONE_BAND for t, m in copies)
+        noted = all(
+            each.is_lazy and all(draws in ONE_MASK_ONE_BAND for draws in each.draws)
+            for each in self.plan.treatments
+        )
         return min(len(self.plan.models), GROUP + 1 if noted else len(self.plan.models))
 
     @cached_property
     def widest(self) -> int:
         """Bytes per element of the widest storage type in inputs and output."""
-        kinds = set()
-        for tensor in self.plan.tensors:
-            copies = self.plan.copies_of(tensor)
-            kinds |= {tensor.dtype, tensor.base.dtype, *(info.dtype for _, info in copies)}
-        return max((kind.itemsize for kind in kinds), default=1)
+        own = (kind.itemsize for t in self.plan.tensors for kind in (t.dtype, t.base.dtype))
+        copies = (kind.itemsize for _, kinds in self._copied_types for kind in kinds)
+        return max((*own, *copies), default=1)
 
-    def surveys(self, tensor: TensorPlan) -> Iterator[tuple[int, int, Stage]]:
+    def surveys(self, tensor: TensorPlan) -> Iterator[Survey]:
         """Yield (peak bytes, kept bytes, stage) for each survey of a tensor."""
         shape, models = tensor.shape, len(tensor.models)
         if tensor.input_axis == 0:  # stages count by outputs × inputs
@@ -259,8 +273,8 @@ class Cost:
         """The most memory that one survey takes for a whole matrix, its stage, and the matrix."""
         held = (
             (held, stage.name, tensor.name)
-            for tensor in self.plan.merged()
-            for held, _, stage in self.surveys(tensor)
+            for tensor, surveys in self._surveyed
+            for held, _, stage in surveys
         )
         return max(held, default=(0, "", ""))
 
@@ -278,8 +292,8 @@ class Cost:
     @cached_property
     def matrix_bytes(self) -> int:
         """The most memory for the results of a tensor's surveys, until its chunks are merged."""
-        merged = self.plan.merged()
-        return max((sum(left for _, left, _ in self.surveys(t)) for t in merged), default=0)
+        left = (sum(left for _, left, _ in surveys) for _, surveys in self._surveyed)
+        return max(left, default=0)
 
     @cached_property
     def shared_bytes(self) -> int:

@@ -225,6 +225,70 @@ class Fate(StrEnum):
     LEFT_OUT = "left out (only in a model)"
 
 
+@dataclass(frozen=True)
+class Treatment:
+    """What is done to a tensor, whatever its name and shape.
+
+    Nearly all tensors of a model share one, so that what follows from it is found once.
+    """
+
+    models: tuple[int, ...] = ()  # those whose delta is merged, or whose copy is compared
+    settings: tuple[tuple[Settings, ...], ...] = ()  # by model: each delta stage's settings
+    weights: tuple[float, ...] = ()
+    combine: Settings = field(default_factory=dict)
+    drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
+    stages: tuple[Stage, ...] = ()  # of its method
+    refine: tuple[Settings, ...] = ()  # each refine stage's settings
+
+    @cached_property
+    def method(self) -> str:
+        """The names of the stages."""
+        return "+".join(stage.name for stage in self.stages)
+
+    @cached_property
+    def chains(self) -> list[list[tuple[Stage, Settings]]]:
+        """By model: the delta stages with their settings."""
+        return [list(zip(self.stages, own, strict=False)) for own in self.settings]
+
+    @cached_property
+    def joint(self) -> list[tuple[Stage, Settings]]:
+        """The combine stage, then the refine stages, with their settings."""
+        own = self.combine, *self.refine
+        return list(zip(self.stages[-len(own) :], own, strict=True)) if self.stages else []
+
+    @cached_property
+    def asks(self) -> bool:
+        """True if a stage may have to survey a tensor first, which its name and shape decide."""
+        return any(s.asks(own) for chain in (*self.chains, self.joint) for s, own in chain)
+
+    @cached_property
+    def draws(self) -> list[list[int | None]]:
+        """By model: the number of each delta stage's draw; None if it is not random."""
+        firsts = [0 if drop is None else 1 for drop in self.drops] or [0] * len(self.settings)
+        numbers = map(itertools.count, firsts)
+        return [
+            [next(draws) if stage.is_random(own) else None for stage, own in chain]
+            for draws, chain in zip(numbers, self.chains, strict=True)
+        ]
+
+    @cached_property
+    def is_lazy(self) -> bool:
+        """True if every stage leaves the models' values to the backend."""
+        chains = *self.chains, self.joint[:1]
+        return all(stage.is_lazy(own) for chain in chains for stage, own in chain)
+
+    @cached_property
+    def sole(self) -> int | None:
+        """The place of the only model with a weight, if no stage changes it."""
+        weighted = [place for place, weight in enumerate(self.weights) if weight]
+        if len(weighted) != 1 or (self.drops and self.drops[weighted[0]]):
+            return None
+        (place,) = weighted
+        is_whole = self.weights[place] == 1 or self.combine.get("normalize", False)
+        chain = *self.chains[place], *self.joint
+        return place if is_whole and all(stage.is_identity(own) for stage, own in chain) else None
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
     """One tensor of the output."""
@@ -234,31 +298,48 @@ class TensorPlan:
     shape: tuple[int, ...]
     base: TensorInfo
     dtype: StorageType  # storage type in the output
-    models: tuple[int, ...]  # those whose delta is merged, or whose copy is compared
-    settings: tuple[tuple[Settings, ...], ...]  # by model: each delta stage's settings
-    weights: tuple[float, ...]
-    combine: Settings
+    treatment: Treatment = field(default_factory=Treatment)
     tied_to: str | None = None  # the tensor that this one is under a second name
-    drops: tuple[Drop | None, ...] = ()  # by model: a drop that no stage makes up for
-    stages: tuple[Stage, ...] = ()  # of its method
-    refine: tuple[Settings, ...] = ()  # each refine stage's settings
     input_axis: int | None = None  # the dimension of a layer's inputs, if there are Gram matrices
+
+    @property
+    def models(self) -> tuple[int, ...]:
+        """The models whose delta is merged, or whose copy is compared."""
+        return self.treatment.models
+
+    @property
+    def settings(self) -> tuple[tuple[Settings, ...], ...]:
+        """By model: each delta stage's settings."""
+        return self.treatment.settings
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return self.treatment.weights
+
+    @property
+    def combine(self) -> Settings:
+        """The settings of the combine stage."""
+        return self.treatment.combine
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of its method."""
+        return self.treatment.stages
 
     @property
     def method(self) -> str:
         """The names of its stages."""
-        return "+".join(stage.name for stage in self.stages)
+        return self.treatment.method
 
     @property
     def combine_stage(self) -> Stage:
         """The stage before the refine stages."""
-        return self.stages[-1 - len(self.refine)]
+        return self.treatment.joint[0][0]
 
     @property
     def refine_stages(self) -> list[tuple[Stage, Settings]]:
         """The refine stages that change this tensor, with their settings."""
-        first = len(self.stages) - len(self.refine)
-        refine = zip(self.stages[first:], self.refine, strict=True)
+        refine = self.treatment.joint[1:]
         return [(stage, own) for stage, own in refine if self.is_surveyed_by(stage, own)]
 
     @property
@@ -284,18 +365,9 @@ class TensorPlan:
         return self.fate is Fate.MERGED
 
     @property
-    def is_lazy(self) -> bool:
-        """Tell whether every stage leaves the models' values to the backend."""
-        return self.combine_stage.is_lazy(self.combine) and all(
-            stage.is_lazy(settings)
-            for settings_of_stages in self.settings
-            for stage, settings in zip(self.stages, settings_of_stages, strict=False)
-        )
-
-    @property
     def fits_gpu(self) -> bool:
         """Tell whether a GPU's kernels can merge it, as far as stages and models decide."""
-        is_lazy = self.is_merged and self.is_lazy and not self.refine_stages
+        is_lazy = self.is_merged and self.treatment.is_lazy and not self.refine_stages
         return is_lazy and len(self.models) <= MOST_ON_GPU
 
     @property
@@ -306,7 +378,7 @@ class TensorPlan:
     @property
     def combine_surveys(self) -> bool:
         """Tell whether the combine stage must survey this tensor first."""
-        return self.is_surveyed_by(self.combine_stage, self.combine)
+        return self.is_surveyed_by(*self.treatment.joint[0])
 
     def is_surveyed_by(self, stage: Stage, settings: Settings) -> bool:
         """Tell whether a stage with these settings must survey this tensor first."""
@@ -320,23 +392,17 @@ class TensorPlan:
 
     def drop_of(self, model: int) -> Drop | None:
         """Return a model's earlier drop, which must be made up for."""
-        return self.drops[self.models.index(model)] if self.drops else None
+        drops = self.treatment.drops
+        return drops[self.models.index(model)] if drops else None
 
     def draws_of(self, model: int) -> list[int | None]:
         """Return the number of each delta stage's draw for one model; None if it is not random."""
-        draws = itertools.count(0 if self.drop_of(model) is None else 1)
-        return [
-            next(draws) if stage.is_random(settings) else None
-            for stage, settings in zip(self.stages, self.settings_of(model), strict=False)
-        ]
+        return self.treatment.draws[self.models.index(model)]
 
     def surveyed_stages(self, model: int) -> list[int]:
         """Positions of the delta stages that must survey this tensor of this model first."""
-        return [
-            position
-            for position, settings in enumerate(self.settings_of(model))
-            if self.is_surveyed_by(self.stages[position], settings)
-        ]
+        chain = self.treatment.chains[self.models.index(model)] if self.treatment.asks else ()
+        return [place for place, staged in enumerate(chain) if self.is_surveyed_by(*staged)]
 
     def ranks_of(self, model: int) -> Sequence[int]:
         """Return the ranks of magnitudes that the first delta stage's survey of a model asks for.
@@ -351,13 +417,9 @@ class TensorPlan:
     @property
     def has_gpu_stages(self) -> bool:
         """Tell whether a stage takes it as a whole matrix, and can do so on a GPU."""
-        own = (zip(self.stages, settings, strict=False) for settings in self.settings)
-        chain = [*itertools.chain(*own), (self.combine_stage, self.combine), *self.refine_stages]
-        return any(stage.on_gpu and self.is_surveyed_by(stage, s) for stage, s in chain)
-
-    def survey_reads(self, model: int) -> int:
-        """Return how often those stages read this tensor of this model, as a rule."""
-        return len(self.surveyed_stages(model))
+        chains = *self.treatment.chains, self.treatment.joint
+        staged = itertools.chain(*chains) if self.treatment.asks else ()
+        return any(stage.on_gpu and self.is_surveyed_by(stage, own) for stage, own in staged)
 
 
 @dataclass(frozen=True)
@@ -436,8 +498,13 @@ class PlanData:
         return None if self.layout is None else self.layout.recoding
 
     @cached_property
+    def treatments(self) -> list[Treatment]:
+        """How tensors are merged, each way once."""
+        return list({id(t.treatment): t.treatment for t in self.merged()}.values())
+
+    @cached_property
     def has_later_draws(self) -> bool:
-        return any(1 in t.draws_of(m) for t in self.merged() for m in t.models)
+        return any(1 in draws for each in self.treatments for draws in each.draws)
 
     @property
     def stamps(self) -> str:
@@ -524,22 +591,17 @@ class PlanData:
         It is the only one with a weight, and no stage changes it. Otherwise base + (tuned - base)
         in float32 would be rounded twice.
         """
-        weighted = [place for place, weight in enumerate(tensor.weights) if weight]
-        if not tensor.is_merged or len(weighted) != 1 or self.recipe.scale != 1:
+        place = tensor.treatment.sole if tensor.is_merged and self.recipe.scale == 1 else None
+        if place is None:
             return None
-        model, settings = tensor.models[weighted[0]], tensor.settings[weighted[0]]
-        chain = zip(tensor.stages, (*settings, tensor.combine, *tensor.refine), strict=True)
-        is_sole = (
-            (tensor.weights[weighted[0]] == 1 or tensor.combine.get("normalize", False))
-            and tensor.drop_of(model) is None
-            and all(stage.is_identity(own) for stage, own in chain)
-            and not self.source_of(tensor, model).delta_of(tensor.name).is_change
-        )
-        return model if is_sole else None
+        model = tensor.models[place]
+        is_change = self.source_of(tensor, model).delta_of(tensor.name).is_change
+        return None if is_change else model
 
     def copies_of(self, tensor: TensorPlan) -> list[tuple[int, TensorInfo]]:
         """The models that take part in a tensor, and the descriptions of their copies."""
-        return [(m, self.source_of(tensor, m).tensors[tensor.name]) for m in tensor.models]
+        name, base = tensor.name, self.base.tensors
+        return [(m, self.models[m].tensors.get(name) or base[name]) for m in tensor.models]
 
     def original_digest(self, tensor: TensorPlan, model: int) -> str | None:
         """Return a whole tensor's digest, where a delta file lacks only what the chain drops."""
@@ -551,8 +613,8 @@ class PlanData:
     def dropped_before(self) -> list[list[tuple[float, int]]]:
         """By model: rates and seeds of drops that are made up for before its first stage."""
         drops: list[set[tuple[float, int]]] = [set() for _ in self.models]
-        for tensor in self.merged():
-            for model, drop in zip(tensor.models, tensor.drops, strict=False):
+        for treated in self.treatments:
+            for model, drop in zip(treated.models, treated.drops, strict=False):
                 drops[model] |= {(drop.rate, drop.seed)} if drop else set()
         return list(map(sorted, drops))
 
@@ -586,9 +648,9 @@ class PlanData:
         groups: dict[tuple[Any, ...], list[TensorPlan]] = {}
         counted = (tensor for tensor in self.merged() if tensor.tied_to is None)
         for tensor in sorted(counted, key=lambda tensor: tensor.name):
-            for model in tensor.models:
-                for position, settings in enumerate(tensor.settings_of(model)):
-                    if tensor.stages[position].rounds(settings):
+            for model, chain in zip(tensor.models, tensor.treatment.chains, strict=True):
+                for position, (stage, settings) in enumerate(chain):
+                    if stage.rounds(settings):
                         key = position, model, tensor.method, *sorted(settings.items())
                         groups.setdefault(key, []).append(tensor)
         ordered = sorted(groups.items(), key=lambda group: group[0][:2])

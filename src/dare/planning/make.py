@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from dare.documents.notices import LIMIT, Notice, Severity, notice
 from dare.documents.values import Limits
@@ -24,9 +24,8 @@ from dare.inputs.gathered import Gathered, open_gathered
 from dare.inputs.pipeline import merged_spec, stems_of
 from dare.inputs.sources import CodedInfo, Drop, Source, extras_of
 from dare.kernels import check_is_there, device_notices, device_of
-from dare.planning.data import Fate, TensorPlan, lay_out
+from dare.planning.data import Fate, TensorPlan, Treatment, lay_out
 from dare.planning.plan import Plan
-from dare.recipe.applied import names_of
 from dare.recipe.layers import OUTSIDE, find_depths
 from dare.recipe.options import DEFAULT_MEMORY, USUAL, RunOptions
 from dare.recipe.recipe import Recipe, TensorRule
@@ -154,8 +153,6 @@ POLICIES = {
 }
 """For each misfit: the setting that decides, the notice if it is allowed, and its value then."""
 
-T = TypeVar("T")
-
 
 def make_plan(
     recipe: Recipe,
@@ -187,13 +184,13 @@ def make_plan(
         *device_notices(options.device),
     ]
     depths = find_depths(base.tensors, first_layer) if recipe.has_gradients else {}
-    kept: dict[str, Any] = {}
+    known: dict[Any, Treatment] = {}
     tensors = []
     for fit in fits:
         tied_to = base.ties.get(fit.base.name)
         depth = depths.get(tied_to or fit.base.name, OUTSIDE)
         dtype = _output_type(recipe, fit.base, tied_to or fit.base.name, recoding)
-        tensors.append(_plan_tensor(recipe, fit, dtype, tied_to, depth, named, problems, kept))
+        tensors.append(_plan_tensor(recipe, fit, dtype, tied_to, depth, named, problems, known))
     gathered, tensors = _with_gathered(recipe, base, names, tensors)
     unrelated, displaced = _find_idle(base, named, fits)
     problems = unrelated or problems or displaced
@@ -252,12 +249,12 @@ def _notes_on_resources(plan: Plan) -> Iterator[Notice]:
         threads = counted(cost.threads, "thread")
         yield notice("more_memory", needed=needed, usual=usual, reason=reason, threads=threads)
     merged = list(plan.merged())
-    there = [t for t in merged if plan.matrix_gpus and t.has_gpu_stages]
+    there = {t.name for t in merged if plan.matrix_gpus and t.has_gpu_stages}
     if plan.matrix_gpus:
         tensors = f"{len(there)} of {counted(len(merged), 'tensor')}"
         gpu = plan.matrix_gpus.title
         yield notice("matrices_on_gpu", device=plan.device, gpu=gpu, tensors=tensors)
-    here = [tensor for tensor in merged if not tensor.fits_gpu and tensor not in there]
+    here = [tensor for tensor in merged if not tensor.fits_gpu and tensor.name not in there]
     if here and device_of(plan.device).is_gpu:
         tensors = f"{len(here)} of {counted(len(merged), 'tensor')}"
         yield notice("not_on_gpu", device=plan.device, tensors=tensors)
@@ -271,23 +268,17 @@ def _plan_tensor(
     depth: Fraction,
     models: Named,
     problems: list[str],
-    kept: dict[str, Any],
+    known: dict[Any, Treatment],
 ) -> TensorPlan:
-    def shared(value: T) -> T:  # most tensors of a model have equal settings
-        return kept.setdefault(repr(value), value)  # type: ignore[no-any-return]
-
+    """Plan one tensor; `known` are treatments of the tensors before it, by what decides them."""
     base, name = fit.base, tied_to or fit.base.name
-    chain = recipe.chain_for(name)
-    fate, takes_part = _fate(recipe, fit, chain.combine)
-    settings = tuple(recipe.settings_for(name, index, depth) for index in takes_part)
+    fate, takes_part = _fate(recipe, fit, recipe.chain_for(name).combine)
+    key = recipe.kind_of(name), depth.as_integer_ratio(), fate, takes_part
+    if (treatment := known.get(key)) is None:
+        treatment = known[key] = _treat(recipe, name, fate, takes_part, depth, models)
     drops: list[Drop | None] = []
-    joint = recipe.joint_settings_for(name, depth)
-    for (stage, _), values in zip(chain[-len(joint) :], joint, strict=True):
-        _check(stage, values, f"{name}: ")
-    for index, own in zip(takes_part, settings, strict=True):
+    for index, own in zip(takes_part, treatment.settings, strict=True):
         model, source = models[index]
-        for (stage, _), values in zip(chain, own, strict=False):
-            _check(stage, values, f"{name} of {model}: ")
         drop = source.delta_of(base.name).drop if base.name in source.tensors else None
         left = drop and _left_to_make_up(recipe, drop, name, index, own)
         if isinstance(left, str):
@@ -295,25 +286,30 @@ def _plan_tensor(
             problems += [] if line in problems else [line]
         else:
             drops.append(left)
-    weights = tuple(recipe.weight_for(name, index, depth) for index in takes_part)
-    fault = fate is Fate.MERGED and chain.combine.weights_fault(joint[0], weights)
+    if any(drops):
+        treatment = replace(treatment, drops=tuple(drops))
+    return TensorPlan(base.name, fate, base.shape, base, dtype, treatment, tied_to)
+
+
+def _treat(
+    recipe: Recipe, name: str, fate: Fate, numbers: tuple[int, ...], depth: Fraction, models: Named
+) -> Treatment:
+    """Return the stages for a tensor with their settings; refuse settings that do not fit."""
+    chain = recipe.chain_for(name)
+    settings = tuple(recipe.settings_for(name, number, depth) for number in numbers)
+    weights = tuple(recipe.weight_for(name, number, depth) for number in numbers)
+    combine, *refine = recipe.joint_settings_for(name, depth)
+    stages = tuple(stage for stage, _ in chain)
+    treatment = Treatment(numbers, settings, weights, combine, (), stages, tuple(refine))
+    for stage, own in treatment.joint:
+        _check(stage, own, f"{name}: ")
+    for number, staged in zip(numbers, treatment.chains, strict=True):
+        for stage, own in staged:
+            _check(stage, own, f"{name} of {models[number][0]}: ")
+    fault = fate is Fate.MERGED and chain.combine.weights_fault(combine, weights)
     if fault:
         raise RecipeError(f"{name}: weights {', '.join(map(str, weights))}{fault}")
-    return TensorPlan(
-        base.name,
-        fate,
-        base.shape,
-        base,
-        dtype,
-        shared(tuple(takes_part)),
-        shared(settings),
-        shared(weights),
-        shared(joint[0]),
-        tied_to,
-        shared(tuple(drops)) if any(drops) else (),
-        kept.setdefault(names_of(chain), tuple(stage for stage, _ in chain)),
-        shared(joint[1:]),
-    )
+    return treatment
 
 
 def _with_gathered(
@@ -324,8 +320,8 @@ def _with_gathered(
     found = list(tensors)
     for place, tensor in enumerate(tensors):
         if gathered is not None and (info := gathered.tensors.get(tensor.name)):
-            new: dict[str, Any] = {"fate": Fate.GATHERED, "base": info}
-            found[place] = replace(tensor, **new, models=(), settings=(), weights=(), drops=())
+            unread = replace(tensor.treatment, models=(), settings=(), weights=(), drops=())
+            found[place] = replace(tensor, fate=Fate.GATHERED, base=info, treatment=unread)
         elif tensor.is_merged and tensor.combine_stage.takes_grams:
             if gathered is None:
                 raise RecipeError(
@@ -430,21 +426,21 @@ def _output_type(
     return base.dtype
 
 
-def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, list[int]]:
+def _fate(recipe: Recipe, fit: Fit, combine: Stage) -> tuple[Fate, tuple[int, ...]]:
     """Return the fate of a tensor, and the models that take part in it."""
     # If every model must take part, a missing delta is read as zero.
     takes_all = combine.models is not None or combine.takes_grams
-    takes_part = sorted({*fit.fitting, *(fit.absent if takes_all else ())})
+    takes_part = tuple(sorted(fit.fitting + fit.absent)) if takes_all else fit.fitting
     if fit.is_extra:
-        return Fate.EXTRA, []
+        return Fate.EXTRA, ()
     if fit.is_mismatched:
-        return Fate.MISMATCHED, []
+        return Fate.MISMATCHED, ()
     if not fit.base.dtype.is_weight:
         is_strict = recipe.on_integer_mismatch == "error" and not fit.base.is_counter
-        return Fate.COPIED, takes_part if is_strict else []
+        return Fate.COPIED, takes_part if is_strict else ()
     if not recipe.models:
-        return Fate.PASSED, []
-    return (Fate.MERGED, takes_part) if fit.fitting else (Fate.BASE_ONLY, [])
+        return Fate.PASSED, ()
+    return (Fate.MERGED, takes_part) if fit.fitting else (Fate.BASE_ONLY, ())
 
 
 def _check(stage: Stage, settings: Settings, where: str) -> None:
@@ -539,11 +535,8 @@ def _float8_warnings(recipe: Recipe, tensors: Sequence[TensorPlan]) -> Iterator[
 def _merged_notices(plan: Plan) -> Iterator[Notice]:
     """Say what merging does to float64 weights and to statistics that are not only copied."""
     changed = [tensor for tensor in plan.merged() if plan.sole_model(tensor) is None]
-    kinds = (
-        {tensor.base.dtype, *(info.dtype for _, info in plan.copies_of(tensor))}
-        for tensor in changed
-    )
-    if count := sum(STORAGE_TYPES["F64"] in each for each in kinds):
+    kinds = ([t.base.dtype.name, *(i.dtype.name for _, i in plan.copies_of(t))] for t in changed)
+    if count := sum("F64" in names for names in kinds):
         yield notice("float64", tensors=counted(count, "tensor"))
     yield from norm_notices(tensor.name for tensor in changed)
 

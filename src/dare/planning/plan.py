@@ -33,11 +33,10 @@ class Plan(PlanData, Shown):
         return Cost(self)
 
     def saying(self, warnings: Iterable[Notice] = (), notes: Iterable[Notice] = ()) -> Plan:
-        """Return the plan with more warnings and notes; what is known of its cost stays true."""
+        """Return the plan with more warnings and notes; what follows from the rest is known."""
         warnings, notes = (*self.warnings, *warnings), (*self.notes, *notes)
         found = replace(self, warnings=warnings, notes=notes)
-        if "cost" in vars(self):
-            vars(found)["cost"] = self.cost
+        vars(found).update(vars(self) | vars(found))
         return found
 
     def chunks_together(self, tensor: TensorPlan) -> int:
@@ -155,8 +154,7 @@ class Plan(PlanData, Shown):
     @cached_property
     def is_random(self) -> bool:
         """True if a stage draws at random, so that seeds matter."""
-        taken = ((tensor, model) for tensor in self.merged() for model in tensor.models)
-        return any({*tensor.draws_of(model)} - {None} for tensor, model in taken)
+        return any({*draws} - {None} for each in self.treatments for draws in each.draws)
 
     @property
     def layers(self) -> list[dict[str, Any]]:

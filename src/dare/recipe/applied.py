@@ -33,7 +33,7 @@ class Chain(tuple[Staged, ...]):
         """Return the stages of a kind."""
         return tuple(staged for staged in self if staged[0].kind == kind)
 
-    @property
+    @cached_property
     def combine(self) -> Stage:
         """The combine stage."""
         return combine_of(stage for stage, _ in self)
@@ -165,6 +165,11 @@ class AppliedSettings:
             or any(parameter in rule.settings for rule in self._rules_for(tensor, model))
             or (parameter == "drop_rate" and self._has_embedding_rate(tensor))
         )
+
+    def kind_of(self, tensor: str) -> tuple[bool, ...]:
+        """Tell tensors apart by name: those of one kind have equal settings at equal depths."""
+        matched = (rule.matches(tensor) for rule in self.tensors)
+        return (self._has_embedding_rate(tensor), *matched)
 
     def _has_embedding_rate(self, tensor: str) -> bool:
         return self.embedding_drop_rate is not None and is_embedding(tensor)

@@ -124,12 +124,12 @@ class Made(NamedTuple):
     of_models: Callable[[], Sequence[Sequence[tuple[int, ...]]]]  # figures of each model's chunks
     exceptions: Sequence[tuple[int, int]] = ()  # none if all is finite
 
-    def records(self) -> list[Record]:
-        """Return a record for each chunk."""
-        name, first = self.chunk.tensor.name, self.chunk.number
-        numbers = range(first, first + len(self.output))
-        exceptions = self.exceptions or [(0, 0)] * len(self.output)
-        models = list(zip(*self.of_models(), strict=True)) or [()] * len(self.output)
+    def records(self, *, figures: bool = True) -> list[Record]:
+        """Return a record for each chunk, with the models' figures or without."""
+        name, count = self.chunk.tensor.name, len(self.output)
+        numbers = range(self.chunk.number, self.chunk.number + count)
+        of_models = zip(*self.of_models(), strict=True) if figures else ()
+        models, exceptions = list(of_models) or [()] * count, self.exceptions or [(0, 0)] * count
         found = zip(zip(*self.inputs, strict=True), self.output, models, exceptions, strict=True)
         return [Record(name, number, *each) for number, each in zip(numbers, found, strict=True)]
 

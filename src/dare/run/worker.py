@@ -121,14 +121,16 @@ def list_steps(
     merges = False
     for group, tensor in enumerate(plan.tensors, start=1):
         to_make = range(tensor.chunks) if share is None else share.get(tensor.name, ())
-        chunks = [c for c in to_make if (tensor.name, c) not in done]
+        chunks = [c for c in to_make if (tensor.name, c) not in done] if done else to_make
         if not tensor.is_merged:
             (steps if is_sent else copies).extend(
                 _making(plan, tensor, chunks, (), group if is_sent else 0)
             )
         elif chunks:
             merges = True
-            surveys = list(list_surveys(tensor, conclusions, group, reads=plan.cost.surveys_here))
+            reads = plan.cost.surveys_here
+            asked = list_surveys(tensor, conclusions, group, reads=reads)
+            surveys = list(asked) if tensor.treatment.asks else []
             needs = tuple(survey.id for survey in surveys)
             steps += [*surveys, *_making(plan, tensor, chunks, needs, group)]
     return [*copies, *(list_census_steps(plan, known) if merges else ()), *steps]
@@ -192,10 +194,12 @@ def list_surveys(
 
 
 def _making(
-    plan: Plan, tensor: TensorPlan, chunks: list[int], needs: tuple[Id, ...], group: int
+    plan: Plan, tensor: TensorPlan, chunks: Sequence[int], needs: tuple[Id, ...], group: int
 ) -> Iterator[Make]:
     name, elements, together = tensor.name, tensor.elements, plan.chunks_together(tensor)
-    for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):  # maybe millions
+    if isinstance(chunks, range):  # of maybe millions
+        chunks = range(chunks.start - chunks.start % together, chunks.stop, together)
+    for chunk in dict.fromkeys(chunk - chunk % together for chunk in chunks):
         size = chunk_span(chunk, elements, together)[1]
         yield Make(("make", name, chunk), needs, group, size, name, chunk)
 
@@ -459,10 +463,11 @@ def _are_plain(sources: Iterable[Source]) -> bool:
 class Merger:
     """The coder of a merge: merges chunks into their place in the output, or writes them there."""
 
-    def __init__(self, plan: Plan, backend: Backend, sink: Sink) -> None:
+    def __init__(self, plan: Plan, backend: Backend, sink: Sink, *, figures: bool = True) -> None:
         self._plan = plan
         self._backend = backend
         self._sink = sink
+        self._figures = figures  # whether records have those of the models
 
     def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
         rooms = list(self._rooms(batch))
@@ -475,11 +480,7 @@ class Merger:
                 self._sink.take_from_gpu(name, offset)
             elif not is_in_place:
                 self._sink.write(name, offset, room.raw)
-        return self.records(made)
-
-    def records(self, made: Sequence[Made]) -> list[Any]:
-        """Return what is kept of chunks that are done."""
-        return [record for each in made for record in each.records()]
+        return [record for each in made for record in each.records(figures=self._figures)]
 
     def _check(self, made: Made) -> None:
         """Refuse results that are not finite, and copies that differ from the base."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from dare.kernels import call_with_matrices, matrix_gpu
 from dare.kernels.linalg import Doubles, panels
 from dare.stages.blocks import Deltas, Floats, JointView
 from dare.stages.matrices import as_matrix, chunk_of_summary, gather
@@ -183,18 +184,22 @@ Alpha = Annotated[float, meaning("Factor on what is not on a Gram matrix's diago
 
 
 def survey_layers(view: JointView, *, alpha: Alpha) -> Floats:
-    """Find the change for which Σ |Xᵢ·(δ - δᵢ)ᵀ|² is least, in float64.
-
-    Rows are independent of each other. They are worked on by panels, in place of the first model's.
-    """
+    """Find the change for which Σ |Xᵢ·(δ - δᵢ)ᵀ|² is least, in float64."""
     assert view.grams is not None  # else the layer is not surveyed
-    grams = [_shrunk(gram, alpha) for gram in view.grams.read()]
-    inverse = np.linalg.inv(reduce(np.add, grams))
-    matrices, _ = gather(view, combines=True)
-    turned = [matrix.T if view.grams.axis == 0 else matrix for matrix in matrices]
+    gpu, grams = matrix_gpu(view.kernels), list(view.grams.read())
+    matrices, _ = gather(view, combines=True, gpu=gpu)
+    given = matrices, grams, view.grams.axis, alpha
+    found: Floats = call_with_matrices(gpu, _least_squares, *given)
+    return found
+
+
+def _least_squares(matrices: list[Floats], grams: list[Floats], axis: int, alpha: float) -> Floats:
+    """Solve for the rows, which are independent of each other, in place of the first model's."""
+    shrunk = [_shrunk(grams.pop(0), alpha) for _ in matrices]
+    inverse = np.linalg.inv(reduce(np.add, shrunk))
+    turned = [matrix.T if axis == 0 else matrix for matrix in matrices]
     for rows in panels(len(turned[0])):
-        pairs = zip(turned, grams, strict=True)
-        right = [np.matmul(delta[rows], gram, dtype=np.float64) for delta, gram in pairs]
+        right = [delta[rows] @ gram for delta, gram in zip(turned, shrunk, strict=True)]
         turned[0][rows] = reduce(np.add, right) @ inverse
     return matrices[0]
 
@@ -202,9 +207,10 @@ def survey_layers(view: JointView, *, alpha: Alpha) -> Floats:
 def _shrunk(gram: Floats, alpha: float) -> Doubles:
     """Return a Gram matrix with a trace of 1, with less beside the diagonal and a little on it."""
     shrunk = gram.astype(np.float64)
-    diagonal = shrunk.diagonal() / (shrunk.trace() or 1.0)
-    shrunk *= alpha / (shrunk.trace() or 1.0)
-    np.fill_diagonal(shrunk, diagonal + RIDGE / len(gram))
+    diagonal, total = shrunk.reshape(-1)[:: len(gram) + 1], float(shrunk.trace()) or 1.0
+    own = diagonal / total + RIDGE / len(gram)
+    shrunk *= alpha / total
+    diagonal[:] = own
     return shrunk
 
 
@@ -222,6 +228,7 @@ def _regmean_bytes(shape: tuple[int, ...], models: int) -> int:
     kept_bytes=lambda shape, _models: 4 * as_matrix(shape)[0] * as_matrix(shape)[1],
     default_weight=None,
     takes_grams=True,
+    on_gpu=True,
 )
 def regmean(deltas: Deltas, *, alpha: Alpha = 0.9) -> Floats:  # noqa: ARG001
     """Merge linear layers by least squares, from inputs of the models' tasks (RegMean).

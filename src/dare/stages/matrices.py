@@ -11,7 +11,7 @@ directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from dare.errors import NotFiniteError
-from dare.kernels import call_with_matrices
+from dare.kernels import call_with_matrices, matrix_gpu
 from dare.stages.blocks import Block, Deltas, Floats, View
 from dare.stages.registry import (
     Parameter,
@@ -68,26 +68,30 @@ def sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def gather(view: View, *, combines: bool) -> tuple[list[Floats], list[float]]:
+def gather(view: View, *, combines: bool, gpu: Any = None) -> tuple[list[Floats], list[float]]:
     """Gather deltas as matrices, of one model or of all in recipe order, and the models' weights.
 
-    All factors are multiplied in.
+    All factors are multiplied in. With a GPU the matrices are there, and the blocks are used up.
     """
-    flat: list[Floats] = []
+    size, flat = math.prod(view.shape), list[Floats]()
     weights: list[float] = []
     for found in view():
         blocks, weights = (found.blocks, found.weights) if combines else ([found], [])
-        flat = flat or [np.empty(math.prod(view.shape), np.float32) for _ in blocks]
-        for values, block in zip(flat, blocks, strict=True):
-            part = _chunk_of(values, block)
-            np.multiply(block.values, np.float32(block.factor), out=part)
-            if not np.isfinite(part).all():
+        flat = flat or [gpu.empty(size) if gpu else np.empty(size, np.float32) for _ in blocks]
+        for matrix, block in zip(flat, blocks, strict=True):
+            part = _chunk_of(matrix, block)
+            if gpu:
+                values = block.delta
+                gpu.put(values, part)
+            else:
+                values = np.multiply(block.values, np.float32(block.factor), out=part)
+            if not np.isfinite(values).all():
                 raise NotFiniteError(
                     f"{block.tensor}: a model's change has NaN or infinite values, which would "
                     "spread over the whole matrix; check the inputs, or merge this tensor by "
                     "another method"
                 )
-    return [values.reshape(as_matrix(view.shape)) for values in flat], list(weights)
+    return [matrix.reshape(as_matrix(view.shape)) for matrix in flat], list(weights)
 
 
 def multiply_by_weights(deltas: Sequence[Floats], weights: Sequence[float]) -> None:
@@ -113,9 +117,10 @@ def matrix_delta_stage(
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        def work(view: View, **settings: Any) -> Floats:
-            matrix = gather(view, combines=False)[0][0]
-            return _call(view, declared, function, matrix, **settings)
+        def work(view: View, **settings: Any) -> Any:
+            gpu = matrix_gpu(view.kernels) if declared.get("on_gpu") else None
+            matrix = gather(view, combines=False, gpu=gpu)[0][0]
+            return call_with_matrices(gpu, function, matrix, **settings)
 
         @wraps(function)
         def apply(block: Block, **_settings: Any) -> None:
@@ -141,9 +146,10 @@ def matrix_combine_stage(
     """
 
     def register(function: Callable[..., Floats]) -> Callable[..., Floats]:
-        def work(view: View, **settings: Any) -> Floats:
-            given = gather(view, combines=True)
-            return _call(view, declared, function, *given, **settings)
+        def work(view: View, **settings: Any) -> Any:
+            gpu = matrix_gpu(view.kernels) if declared.get("on_gpu") else None
+            given = gather(view, combines=True, gpu=gpu)
+            return call_with_matrices(gpu, function, *given, **settings)
 
         @wraps(function)
         def apply(deltas: Deltas, **_settings: Any) -> Floats:
@@ -188,27 +194,15 @@ def refine(
     merged = flat.reshape(as_matrix(view.shape))
     for stage, settings in stages:
         assert stage.survey is not None  # as every refine stage has one
-        kernels = view.kernels if stage.on_gpu else None
+        gpu = matrix_gpu(view.kernels) if stage.on_gpu else None
         given = merged, matrices, weights
-        merged = call_with_matrices(kernels, stage.survey, *given, **settings)
+        merged = call_with_matrices(gpu, stage.survey, *given, **settings)
     return merged
 
 
 def chunk_of_summary(deltas: Deltas) -> Floats:
     """Return the part of the whole matrix in the summary that the deltas are of."""
     return _chunk_of(deltas.summary, deltas.blocks[0])
-
-
-def _call(
-    view: View,
-    declared: Mapping[str, Any],
-    function: Callable[..., Floats],
-    *given: Any,
-    **how: Any,
-) -> Floats:
-    kernels = view.kernels if declared.get("on_gpu") else None
-    result: Floats = call_with_matrices(kernels, function, *given, **how)
-    return result
 
 
 def _survey(work: Callable[..., Floats], work_bytes: WorkBytes) -> dict[str, Any]:

@@ -256,10 +256,13 @@ class Stage:
         """Tell if there are parameters for which it only drops by its own mask."""
         return self.only_masks is not _never
 
+    def asks(self, settings: Settings) -> bool:
+        """Return whether it must see the whole of some tensors first, for these parameters."""
+        return self.survey is not None and self.surveys_when(settings)
+
     def surveys(self, settings: Settings, tensor: str, shape: tuple[int, ...]) -> bool:
         """Return whether it must see the whole of a tensor first, for these parameters."""
-        asks = self.survey is not None and self.surveys_when(settings)
-        return asks and self.surveys_tensor(settings, tensor, shape)
+        return self.asks(settings) and self.surveys_tensor(settings, tensor, shape)
 
     def left_bytes(self, shape: tuple[int, ...], models: int) -> int:
         """Return the memory that its survey of a tensor leaves behind."""

@@ -16,9 +16,11 @@ from dare.kernels.linalg import (
     Doubles,
     Factors,
     Numbers,
+    beside,
     eigen_bytes,
     factorise,
     multiply,
+    on_host,
     orthogonal_product,
     polar,
     project,
@@ -80,6 +82,7 @@ Radius = Annotated[
 
 @matrix_delta_stage(
     paper="arXiv:2411.16815",
+    on_gpu=True,
     work_bytes=lambda m, n, _models: 4 * 8 * (m + 2) * (n + 2),  # if all waves are low
     acts_when=lambda settings: settings["radius"] > 0,
 )
@@ -98,11 +101,12 @@ def fourier(matrix: Floats, *, radius: Radius = 0.1) -> Floats:
     """
     is_tall = len(matrix) > matrix.shape[1]
     tall = matrix if is_tall else matrix.T
-    basis, across = _waves(tall.shape[1], radius)
+    numbers, across = _waves(tall.shape[1], radius)
+    basis = beside(matrix, numbers)
     waves = np.fft.rfft(tall @ basis, axis=0)
     down = np.square(2 * np.fft.rfftfreq(len(tall)))
     for wave, own in zip(waves.T, across, strict=True):
-        wave[own + down >= radius**2] = 0
+        wave[np.count_nonzero(own + down < radius**2) :] = 0
     low = np.fft.irfft(waves, n=len(tall), axis=0).astype(np.float32, copy=False)
     del waves
     dropped: Floats = low @ basis.T if is_tall else basis @ low.T
@@ -214,9 +218,8 @@ def iso(
 
 
 def _level(total: Floats) -> Floats:
-    turned, values = polar(total)
-    if values.size:
-        turned *= np.float32(float(values.mean()))
+    turned, mean = polar(total)
+    turned *= np.float32(mean)
     return turned
 
 
@@ -288,10 +291,10 @@ def swudi(
         return merged
     kept = energies[: max(1, int(rank_share * columns + 0.999))]
     factors, directions = -np.expm1(-kept * time) / kept, directions[:, : kept.size]
-    wanted = multiply(merged, directions * -kept).astype(np.float64)
+    wanted = multiply(merged, directions * beside(merged, -kept)).astype(np.float64)
     for part, norm in zip(stack, norms, strict=True):
         wanted += norm * _cubed(part, directions)
-    merged += multiply(wanted * factors, directions.T)
+    merged += multiply(wanted * beside(merged, factors), directions.T)
     return merged
 
 
@@ -344,7 +347,8 @@ def knots(
     aligned = np.split(joint.right.astype(np.float32, copy=False), len(weights), axis=1)
     for part in aligned:
         _trim(part, keep_ratio)
-    return multiply(joint.left * joint.values, _elected(aligned, weights))
+    left = joint.left * beside(joint.left, joint.values)
+    return multiply(left, _elected(aligned, weights))
 
 
 def _trim(part: Floats, keep_ratio: float) -> None:
@@ -427,7 +431,8 @@ def dc_merge(
     left, right = outputs.T @ left, right @ inputs.T
     kept = []
     for block, own in zip(blocks, values, strict=True):
-        aligned = (left[:, block] * own.astype(np.float32)) @ right[block]
+        scaled = left[:, block] * beside(left, own.astype(np.float32))
+        aligned = multiply(scaled, right[block])
         _trim(aligned, keep_ratio)
         kept.append([aligned[b, b].copy() for b in blocks])
     ones = [1.0] * len(kept)
@@ -443,7 +448,7 @@ def _smoothed(values: Doubles, max_ratio: float | None) -> Doubles:
         return values
     line = np.linspace(min(max_ratio, float(values[0] / values[-1])), 1, len(values))
     line *= float(values.sum()) / line.sum()
-    return np.asarray(line, like=values)
+    return line
 
 
 Alpha = Annotated[
@@ -490,12 +495,12 @@ def svc(
     counted = np.zeros_like(parts.values)
     for delta, weight in used:
         along = multiply(parts.left.T, delta)
-        squared = np.square(along, dtype=np.float64).sum(axis=1)
+        squared = on_host(np.square(along, dtype=np.float64).sum(axis=1))
         along *= parts.right
-        shared = along.sum(axis=1, dtype=np.float64) * parts.values
+        shared = on_host(along.sum(axis=1, dtype=np.float64)) * parts.values
         squared[squared <= NOISE**2 * squared_norm(delta)] = np.inf  # it has nothing there
         counted += np.maximum(least, shared / squared * (usual / weight))
     change = (parts.values * (len(used) / counted - 1)).astype(parts.left.dtype)
-    refined = multiply(parts.left * change, parts.right)
+    refined = multiply(parts.left * beside(parts.left, change), parts.right)
     refined += merged
     return refined

@@ -54,7 +54,7 @@ from dare.recipe.settings import with_settings
 from dare.run.engine import execute
 from dare.run.merging import check_digests
 from dare.run.nested import open_recipe, plan_inputs
-from dare.run.worker import Progress
+from dare.run.worker import Merger, Progress
 from dare.tensors.names import some_of
 from dare.tensors.system import available_cores
 
@@ -205,7 +205,9 @@ def _presentation_key(recipe: Recipe) -> tuple[Any, ...]:
 
 
 def _merge_into(plan: Plan, homes: Mapping[str, Home], progress: Progress = lambda _: None) -> str:
-    digests = digests_of(plan, execute(plan, MemorySink(homes), progress=progress))
+    coder = functools.partial(Merger, figures=False)  # only digests are wanted
+    records = execute(plan, MemorySink(homes), progress=progress, make_coder=coder)
+    digests = digests_of(plan, records)
     check_digests(plan, digests)
     return digests.output
 

@@ -665,8 +665,9 @@ class _Search:
     def _scorers(self, evaluator: Evaluator) -> Iterator[list[Scorer]]:
         """Open a scorer for each job; all are ended with the search, however it ends."""
         recipe, limit = self.request.space.recipe, self.request.table.time_limit
-        threads = max(1, available_cores() // self.jobs)
-        options = self.request.merge.options.changed(threads=threads)
+        options = self.request.merge.options
+        if self.jobs > 1:
+            options = options.changed(threads=max(1, available_cores() // self.jobs))
         open_one = partial(open_scorer, time_limit=limit, work=self.work, options=options)
         with ExitStack() as opened:
             every = (closing(open_one(evaluator, recipe)) for _ in range(self.jobs))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -200,12 +200,12 @@ class Study:
         """
         study = self._studies[TRIALS]
         with self.turn(), _quiet():
-            count = len(study.get_trials(deepcopy=False))
-            study.sampler = _sampler(self.charter.sampler, [self.charter.seed, count])
+            known = study.get_trials(deepcopy=False)
+            study.sampler = _sampler(self.charter.sampler, [self.charter.seed, len(known)])
             learning = None if self.charter.sampler == PLAN else space
-            if (resumed := self._resume(study, lambda _taken: True, learning)) is not None:
+            if (resumed := self._resume(study, known, lambda _taken: True, learning)) is not None:
                 return resumed
-            begun = self.trials()
+            begun = self._begun(known)
             latest = {placed.place: placed for placed in begun}  # a retry comes later
             failed = {
                 place: Planned(placed.trial.settings, placed.shift)
@@ -220,9 +220,7 @@ class Study:
             if chosen is None:
                 return self._claim(study, study.ask(), taken, space)
             taken |= {"settings": dict(chosen.settings), "shift": chosen.shift}
-            if self.charter.sampler == PLAN:  # no sampler learns from it
-                return self._begin_trial(study, taken, {})
-            return self._begin_trial(study, taken, space.suggestion(chosen.settings), space)
+            return self._begin_trial(study, taken, learning)
 
     def take_beside(self, kind: str, wanted: Mapping[str, Settings]) -> Claim | None:
         """Take the first of some baselines, or of the candidates for the holdout, by name.
@@ -235,11 +233,12 @@ class Study:
             return taken["kind"] == kind and taken["name"] in wanted
 
         with self.turn(), _quiet():
-            if (resumed := self._resume(study, is_wanted)) is not None:
+            known = study.get_trials(deepcopy=False)
+            if (resumed := self._resume(study, known, is_wanted)) is not None:
                 return resumed
             closed = {
                 taken["name"]
-                for trial in study.get_trials(deepcopy=False)
+                for trial in known
                 if is_wanted(taken := trial.user_attrs[TAKEN])
                 and (trial.state.name != "FAIL" or taken["owner"] == self._presence.mark)
             }
@@ -247,19 +246,24 @@ class Study:
             if name is None:
                 return None
             taken = {"kind": kind, "name": name, "settings": dict(wanted[name])}
-            return self._begin_trial(study, taken, {})
+            return self._begin_trial(study, taken)
 
     def _resume(
-        self, study: Any, is_wanted: Callable[[Any], bool], space: Space | None = None
+        self,
+        study: Any,
+        known: Sequence[Any],
+        is_wanted: Callable[[Any], bool],
+        space: Space | None = None,
     ) -> Claim | None:
         """Take the first trial whose process has died, after taking it or just before."""
-        states = _optuna().trial.TrialState
-        for _ in study.get_trials(deepcopy=False, states=(states.WAITING,)):
-            study.ask()
-        for found in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+        if waiting := [trial for trial in known if trial.state.name == "WAITING"]:
+            for _ in waiting:
+                study.ask()
+            known = study.get_trials(deepcopy=False)
+        for found in known:
             taken = found.user_attrs.get(TAKEN, {"place": found.number})
-            owner = taken.get("owner")
-            if is_wanted(taken) and not (owner and self._presence.is_alive(owner)):
+            owner, is_open = taken.get("owner"), found.state.name == "RUNNING"
+            if is_open and is_wanted(taken) and not (owner and self._presence.is_alive(owner)):
                 trial = _optuna().trial.Trial(study, self._find_id(study, found.number))
                 return self._claim(study, trial, taken, space)
         return None
@@ -268,21 +272,31 @@ class Study:
         within = self._storage.get_study_id_from_name(study.study_name)
         return int(self._storage.get_trial_id_from_study_id_trial_number(within, number))
 
-    def _begin_trial(
-        self, study: Any, taken: dict[str, Any], suggestion: Any, space: Space | None = None
-    ) -> Claim:
-        """Begin a trial whose purpose is known, and is kept if this process dies."""
+    def _begin_trial(self, study: Any, taken: dict[str, Any], space: Space | None = None) -> Claim:
+        """Begin a trial whose purpose is known, and is kept if this process dies.
+
+        Without a sampler that learns from it, it is written in one go.
+        """
         taken["owner"] = self._presence.mark
-        study.enqueue_trial(suggestion, user_attrs={TAKEN: taken})
-        return self._claim(study, study.ask(), taken, space)
+        if space is not None:
+            study.enqueue_trial(space.suggestion(taken["settings"]), user_attrs={TAKEN: taken})
+            return self._claim(study, study.ask(), taken, space)
+        trials = _optuna().trial
+        begun = trials.create_trial(state=trials.TrialState.RUNNING, user_attrs={TAKEN: taken})
+        within = self._storage.get_study_id_from_name(study.study_name)
+        number = self._storage.create_new_trial(within, begun)
+        return self._claimed(study, trials.Trial(study, number), taken)
 
     def _claim(self, study: Any, trial: Any, taken: Mapping[str, Any], space: Any) -> Claim:
         """Write down who has a trial, and its settings if the sampler chooses them."""
         suggested = {} if space is None else {"settings": space.suggest(trial)}
         known = {**suggested, **taken, "owner": self._presence.mark}
         trial.set_user_attr(TAKEN, known)
-        settings, shift = known["settings"], known.get("shift", 0)
-        return Claim(self, study, trial, settings, shift, known.get("name", ""))
+        return self._claimed(study, trial, known)
+
+    def _claimed(self, study: Any, trial: Any, taken: Mapping[str, Any]) -> Claim:
+        settings, shift = taken["settings"], taken.get("shift", 0)
+        return Claim(self, study, trial, settings, shift, taken.get("name", ""))
 
     def is_busy(self, kind: str = "") -> bool:
         """Tell if a trial that was taken is not done; with `kind`, look beside the trials."""
@@ -297,8 +311,10 @@ class Study:
 
     def trials(self) -> list[Placed]:
         """Return all trials that have begun, in the order of their numbers."""
-        begun = self._studies[TRIALS].get_trials(deepcopy=False)
-        taken = [(trial, trial.user_attrs[TAKEN]) for trial in begun if TAKEN in trial.user_attrs]
+        return self._begun(self._studies[TRIALS].get_trials(deepcopy=False))
+
+    def _begun(self, known: Iterable[Any]) -> list[Placed]:
+        taken = [(trial, trial.user_attrs[TAKEN]) for trial in known if TAKEN in trial.user_attrs]
         return [Placed(self._read(t), note["place"], note.get("shift", 0)) for t, note in taken]
 
     def beside(self, kind: str) -> list[Trial]:

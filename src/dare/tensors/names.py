@@ -16,6 +16,7 @@ import fnmatch
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from importlib.resources import files
 
 _TABLES = tomllib.loads(files("dare.tensors").joinpath("names.toml").read_text("utf-8"))
@@ -74,6 +75,7 @@ def is_layer_matrix(tensor: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and _OF_NO_LAYER.search(without_projections(tensor)) is None
 
 
+@lru_cache(1 << 14)  # plans are made often
 def is_embedding(tensor: str) -> bool:
     """Say whether a tensor is an embedding or a head, by its name."""
     name = without_projections(tensor)
