@@ -22,7 +22,6 @@ from dare.kernels.reference import magnitude_bits
 from dare.output.journal import Record
 from dare.planning.data import TensorPlan
 from dare.planning.plan import Plan
-from dare.stages import Settings
 from dare.stages.blocks import (
     INFINITY,
     Block,
@@ -124,14 +123,20 @@ class Made(NamedTuple):
     of_models: Callable[[], Sequence[Sequence[tuple[int, ...]]]]  # figures of each model's chunks
     exceptions: Sequence[tuple[int, int]] = ()  # none if all is finite
 
-    def records(self, *, figures: bool = True) -> list[Record]:
-        """Return a record for each chunk, with the models' figures or without."""
+    def records(self) -> list[Record]:
+        """Return a record for each chunk."""
         name, count = self.chunk.tensor.name, len(self.output)
         numbers = range(self.chunk.number, self.chunk.number + count)
-        of_models = zip(*self.of_models(), strict=True) if figures else ()
-        models, exceptions = list(of_models) or [()] * count, self.exceptions or [(0, 0)] * count
+        models = list(zip(*self.of_models(), strict=True)) or [()] * count
+        exceptions = self.exceptions or [(0, 0)] * count
         found = zip(zip(*self.inputs, strict=True), self.output, models, exceptions, strict=True)
         return [Record(name, number, *each) for number, each in zip(numbers, found, strict=True)]
+
+    def summed_up(self) -> Record:
+        """Return one record for all chunks, without figures; a tensor's digest joins theirs too."""
+        inputs = tuple(map("".join, self.inputs))
+        where = self.chunk.tensor.name, self.chunk.number
+        return Record(*where, inputs, "".join(self.output), (), (0, 0))
 
 
 class Place(NamedTuple):
@@ -180,10 +185,6 @@ class Backend(ABC):
         """Show a tensor of all models to the survey of the combine stage, or to refine stages."""
 
 
-# True for a model that is given by deltas; for each stage its function, settings and draw.
-_ModelChain = tuple[bool, list[tuple[Callable[..., None], Settings, int | None]]]
-
-
 class Noted(NamedTuple):
     """A part of a merge of which nothing is computed yet."""
 
@@ -210,7 +211,6 @@ class ArrayBackend(Backend):
         self._scratch = Scratch(CHUNK)
         self._cuts: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         self._nothing = np.zeros(CHUNK if plan.has_deltas else 0, np.float32)
-        self._chains: tuple[TensorPlan, dict[int, _ModelChain]] | None = None
         self._seeds = plan.recipe.seeds()
         self._threshold_bits = np.float32(plan.recipe.delta_threshold).view(np.int32)
 
@@ -361,7 +361,7 @@ class ArrayBackend(Backend):
     ) -> Block:
         """Return a model's delta as it comes to the stage at a position of its chain."""
         tensor, tuned = chunk.tensor, chunk.tuned[model]
-        is_delta, chain = self._chain_of(tensor, model)
+        is_delta = self._plan.source_of(tensor, model).delta_of(tensor.name).is_change
         block = Block(
             self._kernels,
             tensor.key,
@@ -374,28 +374,18 @@ class ArrayBackend(Backend):
         )
         if (drop := tensor.drop_of(model)) is not None:
             make_up_for(block, *drop)
-        for position, (apply, settings, draw) in enumerate(chain[:before]):
-            block.summary, block.draw = summaries.get(position), draw
-            apply(block, **settings)
+        place = tensor.models.index(model)
+        chain, draws = tensor.treatment.chains[place], tensor.treatment.draws[place]
+        for position, (stage, settings) in enumerate(chain[:before]):
+            block.summary, block.draw = summaries.get(position), draws[position]
+            stage.apply(block, **settings)
             block.end_stage()
         if before is not None:
-            block.draw = chain[before][-1]
+            block.draw = draws[before]
         return block
 
     def _scratch_for(self, chunk: Chunk) -> Scratch | OnlyNotes:
         return OnlyNotes() if chunk.size > CHUNK or chunk.rooms else self._scratch
-
-    def _chain_of(self, tensor: TensorPlan, model: int) -> _ModelChain:
-        """Return the stages for a model's tensor, found once for all its chunks."""
-        if self._chains is None or self._chains[0] is not tensor:
-            self._chains = tensor, {}
-        chains = self._chains[1]
-        if model not in chains:
-            settings, draws = tensor.settings_of(model), tensor.draws_of(model)
-            is_delta = self._plan.source_of(tensor, model).delta_of(tensor.name).is_change
-            applied = (stage.apply for stage in tensor.stages)
-            chains[model] = is_delta, list(zip(applied, settings, draws, strict=False))
-        return chains[model]
 
     def _deltas(self, chunk: Chunk) -> Deltas:
         """Return the deltas of all models as they come to the combine stage."""

@@ -467,7 +467,7 @@ class Merger:
         self._plan = plan
         self._backend = backend
         self._sink = sink
-        self._figures = figures  # whether records have those of the models
+        self._figures = figures  # whether each chunk has a record, with the models' figures
 
     def __call__(self, batch: Sequence[Chunk]) -> list[Record]:
         rooms = list(self._rooms(batch))
@@ -480,7 +480,9 @@ class Merger:
                 self._sink.take_from_gpu(name, offset)
             elif not is_in_place:
                 self._sink.write(name, offset, room.raw)
-        return [record for each in made for record in each.records(figures=self._figures)]
+        if not self._figures:
+            return [each.summed_up() for each in made]
+        return [record for each in made for record in each.records()]
 
     def _check(self, made: Made) -> None:
         """Refuse results that are not finite, and copies that differ from the base."""

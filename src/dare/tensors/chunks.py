@@ -95,7 +95,7 @@ def file_digest(path: Path) -> str:
 
 
 def tensor_digest(chunk_digests: Iterable[str]) -> str:
-    """Combine the digests of a tensor's chunks, in order."""
+    """Combine the digests of a tensor's chunks, in order; several may come as one text."""
     return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(digest) for digest in chunk_digests))
 
 
