@@ -1,8 +1,6 @@
 """`python -m dare` is the command `dare`."""
 
-import sys
-
-from dare.cli import main
+from dare.cli import run_as_program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_program()

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dare import __version__
 from dare.errors import DareError, ExistsError, did_you_mean, printable
@@ -61,6 +61,24 @@ class UsageError(DareError):
 
 class WrongLineError(UsageError):
     """The command line cannot be parsed; the message ends with a pointer to the help."""
+
+
+def run_as_program() -> NoReturn:
+    """Run the command in a process of its own, which then ends at once.
+
+    Python would first take all modules apart, and the driver of a GPU everything that it has.
+    """
+    status = [FAILED]
+    atexit.register(_leave, status)  # the first is called last, after all that packages clean up
+    status[0] = main()
+    sys.exit(status[0])
+
+
+def _leave(status: Sequence[int]) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a stream that is closed: Python will say so
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,7 +130,6 @@ def _uncollected_start(*, owns_process: bool) -> Iterator[None]:
         yield
         if owns_process:
             gc.freeze()
-            atexit.register(gc.freeze)  # the system takes back all memory at once
     finally:
         if collects:
             gc.enable()
