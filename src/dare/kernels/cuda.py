@@ -452,7 +452,7 @@ class Kernels:
         worker, room = self._worker, _GpuRoom()
         inputs = [
             [
-                _Input(raw, 0 if there else room.take(raw.nbytes), there)
+                _KernelInput(raw, 0 if there else room.take(raw.nbytes), there)
                 for raw, there in zip(job.inputs, job.there or repeat(None), strict=False)
             ]
             for job in jobs
@@ -576,7 +576,7 @@ class Kernels:
                 into[:] = room
 
 
-class _Input(NamedTuple):
+class _KernelInput(NamedTuple):
     """An array that a kernel reads: its place in the room, or where the GPU has it already."""
 
     raw: NDArray[Any]
