@@ -179,7 +179,8 @@ test-everywhere: $(VENV)/dev-ready $(STORES)/ready
 
 test-gpu: $(VENV)/dev-ready
 	$(BIN)/python $(PIP) --editable '.[gpu-matrices]'
-	DARE_TEST_GPU=1 $(BIN)/python -m pytest --quiet tests/kernels/test_gpu.py tests/run/test_gpu_merges.py tests/run/test_gpu_matrices.py
+	DARE_TEST_GPU=1 $(BIN)/python -m pytest --quiet tests/kernels/test_gpu.py tests/run/test_gpu_merges.py \
+		tests/run/test_gpu_arrays.py tests/run/test_gpu_matrices.py
 
 test-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m pytest --quiet tests/peers
