@@ -449,57 +449,21 @@ class Kernels:
 
     def _merge_alike(self, shape: Shape, jobs: Sequence[ChunkJob], threshold: int) -> list[Done]:
         """Merge jobs of one shape, and digest where inputs and results are."""
-        worker, room = self._worker, _GpuRoom()
-        inputs = [
-            [
-                _KernelInput(raw, 0 if there else room.take(raw.nbytes), there)
-                for raw, there in zip(job.inputs, job.there or repeat(None), strict=False)
-            ]
-            for job in jobs
+        worker, batch = self._worker, _Batch(jobs)
+        batch.start = start = worker.room(batch.nbytes)
+        for place, raw in batch.to_send():
+            worker.copy(place, _address(raw), raw.nbytes)
+        asked, tables_at = kernel("merge_parts", worker.number, shape), start + batch.tables_at
+        worker.launch(asked, batch.tables.blocks, tables_at, len(jobs), threshold, CHUNK)
+        self._digest(batch.pieces, start + batch.pieces_at, start + batch.sums_at)
+        told = np.empty(batch.told_bytes, np.uint8)
+        results = [
+            (place, job.out.view(np.uint8))
+            for place, job in zip(batch.results, jobs, strict=True)
+            if job.place is None
         ]
-        unknown = [
-            each
-            for own, job in zip(inputs, jobs, strict=True)
-            for each, is_known in zip(own, job.known, strict=True)
-            if not is_known
-        ]
-        digested = [(each.raw, each.there) for each in unknown]
-        digested += [(job.out, job.place) for job in jobs]
-        is_there, raws = list(starmap(is_digested_there, digested)), [raw for raw, _ in digested]
-        tables, pieces = Tables(jobs), PieceTables(list(compress(raws, is_there)))
-        sums_at, spans_at = room.take(pieces.sums_bytes), room.take(pieces.nbytes)
-        tables_at = room.take(tables.nbytes)
-        outs = [room.take(job.out.nbytes if job.place is None else 0) for job in jobs]
-        start = worker.room(room.size)
-        results = [job.place or start + out for job, out in zip(jobs, outs, strict=True)]
-        addresses = [
-            [*(each.address(start) for each in own), result]
-            for own, result in zip(inputs, results, strict=True)
-        ]
-        filled = tables.fill(addresses, start + tables_at)
-        for each in chain.from_iterable(inputs):
-            if each.there is None:
-                worker.copy(each.address(start), _address(each.raw), each.raw.nbytes)
-        worker.copy(start + tables_at, _address(filled), filled.nbytes)
-        asked = kernel("merge_parts", worker.number, shape)
-        worker.launch(asked, tables.blocks, start + tables_at, len(jobs), threshold, CHUNK)
-        places = [*(each.address(start) for each in unknown), *results]
-        spans = pieces.fill(list(compress(places, is_there)))
-        self._digest(pieces, spans, start + spans_at, start + sums_at)
-        to_fetch = [n for n, job in enumerate(jobs) if job.place is None]
-        told = np.empty(tables_at + tables.nbytes - spans_at, np.uint8)
-        self._receive(
-            (start + spans_at, told), *((results[n], jobs[n].out.view(np.uint8)) for n in to_fetch)
-        )
-        here = iter(core.digests(list(compress(raws, (not there for there in is_there)))))
-        there = pieces.read(told)
-        digests = [next(there if is_gpus else here) for is_gpus in is_there]
-        of_inputs, of_results = iter(digests[: len(unknown)]), digests[len(unknown) :]
-        figures = tables.read(told[tables_at - spans_at :])
-        return [
-            Done(*found, [*([] if known else next(of_inputs) for known in job.known), own])
-            for job, found, own in zip(jobs, figures, of_results, strict=True)
-        ]
+        self._receive((start + batch.pieces_at, told), *results)
+        return batch.read(told)
 
     def find_cuts(self, asked: Sequence[tuple[OnGpu, OnGpu, int]]) -> list[tuple[int, int] | None]:
         """Find magnitudes of some ranks in deltas; and the places after their equals that count.
@@ -543,10 +507,9 @@ class Kernels:
             for state, bit, place in zip(states, bits, places, strict=True)
         ]
 
-    def _digest(self, pieces: PieceTables, spans: Bytes, at: int, sums: int) -> None:
+    def _digest(self, pieces: PieceTables, at: int, sums: int) -> None:
         """Have pieces digested; `at` is the place of their tables."""
         worker, tables = self._worker, (pieces.count, pieces.blocks, sums)
-        worker.copy(at, _address(spans), spans.nbytes)
         for name, threads, *digests in (
             ("sum_blocks", WARP * pieces.blocks * pieces.count),
             ("digest_sums", HASH_LANES * pieces.count, at + pieces.spans_bytes),
@@ -576,6 +539,18 @@ class Kernels:
                 into[:] = room
 
 
+class _GpuRoom:
+    """The memory that some jobs take on a GPU."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def take(self, nbytes: int) -> int:
+        """Return the place of so many bytes."""
+        place, self.size = self.size, self.size + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+
 class _KernelInput(NamedTuple):
     """An array that a kernel reads: its place in the room, or where the GPU has it already."""
 
@@ -587,16 +562,72 @@ class _KernelInput(NamedTuple):
         return self.there or room + self.place
 
 
-class _GpuRoom:
-    """The memory that some jobs take on a GPU."""
+class _Batch:
+    """Jobs of one shape: the places of all they need in a GPU's room, and what is digested there.
 
-    def __init__(self) -> None:
-        self.size = 0
+    What the GPU tells of them, from `pieces_at` on, are digests, then figures.
+    """
 
-    def take(self, nbytes: int) -> int:
-        """Return the place of so many bytes."""
-        place, self.size = self.size, self.size + -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return place
+    start = 0  # the room's address
+
+    def __init__(self, jobs: Sequence[ChunkJob]) -> None:
+        """Count what the jobs take."""
+        self.jobs, room = jobs, _GpuRoom()
+        self._inputs = [
+            [
+                _KernelInput(raw, 0 if there else room.take(raw.nbytes), there)
+                for raw, there in zip(job.inputs, job.there or repeat(None), strict=False)
+            ]
+            for job in jobs
+        ]
+        known = chain.from_iterable(job.known for job in jobs)
+        inputs = chain.from_iterable(self._inputs)
+        self._unknown = [each for each, is_known in zip(inputs, known, strict=True) if not is_known]
+        digested = [(each.raw, each.there) for each in self._unknown]
+        digested += [(job.out, job.place) for job in jobs]
+        self._raws = [raw for raw, _ in digested]
+        self._is_there = list(starmap(is_digested_there, digested))
+        self.tables = Tables(jobs)
+        self.pieces = PieceTables(list(compress(self._raws, self._is_there)))
+        self.sums_at, self.pieces_at = map(room.take, (self.pieces.sums_bytes, self.pieces.nbytes))
+        self.tables_at = room.take(self.tables.nbytes)
+        self.told_bytes = self.tables_at + self.tables.nbytes - self.pieces_at
+        self._outs = [room.take(job.out.nbytes if job.place is None else 0) for job in jobs]
+        self.nbytes = room.size
+
+    @property
+    def results(self) -> list[int]:
+        """The address of each job's result."""
+        pairs = zip(self.jobs, self._outs, strict=True)
+        return [job.place or self.start + out for job, out in pairs]
+
+    def to_send(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yield what goes to the GPU, each with its address: inputs, and the tables of kernels."""
+        start, results = self.start, self.results
+        for each in chain.from_iterable(self._inputs):
+            if each.there is None:
+                yield each.address(start), each.raw
+        addresses = [
+            [*(each.address(start) for each in own), result]
+            for own, result in zip(self._inputs, results, strict=True)
+        ]
+        yield start + self.tables_at, self.tables.fill(addresses, start + self.tables_at)
+        places = [*(each.address(start) for each in self._unknown), *results]
+        yield start + self.pieces_at, self.pieces.fill(list(compress(places, self._is_there)))
+
+    def read(self, told: Bytes) -> list[Done]:
+        """Return what was done, once results are where they belong."""
+        short = [
+            raw for raw, is_there in zip(self._raws, self._is_there, strict=True) if not is_there
+        ]
+        here, there = iter(core.digests(short)), self.pieces.read(told)
+        digests = [next(there if is_there else here) for is_there in self._is_there]
+        of_inputs, of_results = iter(digests), digests[len(self._unknown) :]
+        figures = self.tables.read(told[self.tables_at - self.pieces_at :])
+        return [
+            Done(*found, [*([] if known else next(of_inputs) for known in job.known), own])
+            for job, found, own in zip(self.jobs, figures, of_results, strict=True)
+        ]
 
 
 def _address(array: NDArray[Any]) -> int:
