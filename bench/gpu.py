@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 import dare
-from dare.kernels import Band, ChunkJob, Operand, core, cuda
+from dare.kernels import Band, ChunkJob, Operand, core, cuda, gpu_batches
 from dare.tensors.chunks import CHUNK
 from dare.tensors.mask import keep_threshold, mask_key
 
@@ -105,7 +105,7 @@ def kernels(_folder: Path, _parameters: int) -> None:
     for name, how in METHODS.items():
         started = time.perf_counter()
         job = job_of(size, **how)
-        kernel = cuda.kernel("merge_parts", 0, cuda.Shape.of(job))
+        kernel = cuda.kernel("merge_parts", 0, gpu_batches.Shape.of(job))
         compiled = time.perf_counter() - started
         worker = cuda._Worker(0)
         addresses = [[row.data_ptr() for row in weights]]
@@ -120,7 +120,7 @@ def launch(
     worker: Any, kernel: Any, addresses: list[list[int]], job: ChunkJob, count: int
 ) -> list[tuple[Any, int]]:
     """Launch a kernel so many times; return what its tables say."""
-    tables = cuda.Tables([job])
+    tables = gpu_batches.Tables([job])
     memory = torch.empty(tables.nbytes, dtype=torch.uint8, device="cuda")
     memory.copy_(torch.from_numpy(tables.fill(addresses, memory.data_ptr())))
     torch.cuda.synchronize()

@@ -19,6 +19,7 @@ from dare.kernels import (
     check_is_there,
     core,
     cuda,
+    gpu_batches,
 )
 from dare.tensors.chunks import CHUNK
 from dare.tensors.dtypes import STORAGE_TYPES
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("gpu_on_host")
 
 THRESHOLD = int(np.float32(0.002).view(np.int32))
 INFINITY = 0x7F800000
-SEVERAL_BLOCKS = 2 * cuda.BLOCK_SIZE + 77
+SEVERAL_BLOCKS = 2 * gpu_batches.BLOCK_SIZE + 77
 
 
 def any_weights(rng, name, size):
