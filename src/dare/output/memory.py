@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,12 +91,11 @@ class OnDevice:
         return self.tensor.new_empty(nbytes, dtype=sys.modules["torch"].uint8)
 
     def widen(self, start: int, made: Any, narrow: StorageType, wide: StorageType) -> None:
-        """Write elements that are bytes on the same device, of a narrower type."""
+        """Begin to write elements that are bytes on the same device, of a narrower type."""
         torch = sys.modules["torch"]
         values = made.view(getattr(torch, narrow.torch_name))
         whole = self._flat[start : start + values.numel()]
         whole.view(getattr(torch, wide.torch_name)).copy_(values)
-        torch.cuda.current_stream(made.device).synchronize()  # others may write there next
 
 
 # A tensor's elements, as carriers of their type, read with or without a copy and written back.
@@ -292,10 +291,14 @@ class MemorySink(Sink):
         made = self._made[name, offset] = home.memory.room_for(nbytes)
         return int(made.data_ptr())
 
-    def take_from_gpu(self, name: str, offset: int) -> None:
-        made, home = self._made.pop((name, offset), None), self._homes[name]
-        if made is not None and isinstance(home.memory, OnDevice):
-            home.memory.widen(offset // home.merged.itemsize, made, home.merged, home.kind)
+    def take_from_gpu(self, places: Sequence[tuple[str, int]]) -> None:
+        made = {place: self._made.pop(place) for place in places if place in self._made}
+        for (name, offset), narrow in made.items():
+            memory, kind, merged = self._homes[name]
+            if isinstance(memory, OnDevice):
+                memory.widen(offset // merged.itemsize, narrow, merged, kind)
+        for device in {narrow.device for narrow in made.values()}:  # others may write there next
+            sys.modules["torch"].cuda.current_stream(device).synchronize()
 
     def write(self, name: str, offset: int, data: Bytes) -> None:
         if (home := self._homes.get(name)) is not None:

@@ -11,7 +11,7 @@ import errno
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,8 +52,8 @@ class Sink:
         """Return the address on a GPU where a tensor's bytes can be made."""
         return None
 
-    def take_from_gpu(self, name: str, offset: int) -> None:
-        """Store what was made there, if that is not its place."""
+    def take_from_gpu(self, places: Sequence[tuple[str, int]]) -> None:
+        """Store what was made there of tensors, from some bytes on, if that is not its place."""
 
     def position(self, name: str, offset: int) -> int:  # noqa: ARG002
         """Return the position of a tensor's byte in its file, to align data the same way."""

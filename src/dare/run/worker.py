@@ -474,12 +474,14 @@ class Merger:
         made = self._backend.merge([(chunk, room) for chunk, room, _ in rooms])
         for each in made:
             self._check(each)
+        on_gpu: list[tuple[str, int]] = []
         for chunk, room, is_in_place in rooms:
-            name, offset = chunk.tensor.name, chunk.start * chunk.tensor.dtype.itemsize
+            place = chunk.tensor.name, chunk.start * chunk.tensor.dtype.itemsize
             if room.on_gpu is not None:
-                self._sink.take_from_gpu(name, offset)
+                on_gpu.append(place)
             elif not is_in_place:
-                self._sink.write(name, offset, room.raw)
+                self._sink.write(*place, room.raw)
+        self._sink.take_from_gpu(on_gpu)
         if not self._figures:
             return [each.summed_up() for each in made]
         return [record for each in made for record in each.records()]
