@@ -40,6 +40,7 @@ class Device:
     fuses: bool = True  # whether one kernel can take a chunk through a chain of lazy stages
     is_gpu: bool = False  # whether chunks go to memory of its own, where they have as much room
     most_threads: int | None = None  # to merge: more of them only wait for each other
+    matrix_threads: int | None = None  # likewise where it computes whole matrices
     finds_cuts: bool = False  # whether it finds magnitudes by rank, in models that it holds
 
     def buffer_bytes(
@@ -62,7 +63,13 @@ DEVICES = {
     "cpu": Device("core"),
     "reference": Device("reference"),
     "cuda": Device(
-        "cuda", chunks_at_once=256, chunks_held=64, is_gpu=True, most_threads=4, finds_cuts=True
+        "cuda",
+        chunks_at_once=256,
+        chunks_held=64,
+        is_gpu=True,
+        most_threads=8,
+        matrix_threads=4,
+        finds_cuts=True,
     ),
     "auto": Device("core"),  # `auto:0` where a GPU serves, as it has the models in its memory
 }

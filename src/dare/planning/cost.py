@@ -136,8 +136,9 @@ class Cost:
     def _wanted_threads(self) -> int:
         if self.is_all_on_gpu:
             return 1  # which only has to ask for everything
-        cores = available_cores()
-        return self.plan.options.threads or min(cores, self._device.most_threads or cores)
+        cores, device = available_cores(), self._device
+        most = device.matrix_threads if self._gpu_matrix_work else device.most_threads
+        return self.plan.options.threads or min(cores, most or cores)
 
     @cached_property
     def is_all_on_gpu(self) -> bool:
