@@ -89,7 +89,7 @@ def find_gpus(name: str) -> list[int]:
 def find_matrix_gpus(name: str) -> MatrixGpus:
     """Return the GPUs that a name stands for, if they can compute whole matrices."""
     with _errors_named(name, "update the driver, or merge with device = cpu"):
-        return describe_gpus(name, find_gpus(name))
+        return describe_gpus(name, find_gpus)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ GPU what they are given there. Sums are added in another order than by the proce
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -19,12 +19,13 @@ from dare.errors import RecipeError, install_command, needed
 from dare.kernels import MatrixGpus
 
 
-def describe_gpus(name: str, numbers: Sequence[int]) -> MatrixGpus:
-    """Return the GPUs of these numbers; refuse if there is no CuPy."""
+def describe_gpus(name: str, find_gpus: Callable[[str], list[int]]) -> MatrixGpus:
+    """Return the GPUs that a name stands for; refuse if there is no CuPy, whose extra has all."""
     remedy = f"{install_command('gpu-matrices')}, or merge with device = cpu"
     what = "whole matrices need the extra gpu-matrices"
     with needed(RecipeError(f"device = {name}: {what}; {remedy}")):
         import cupy
+    numbers = find_gpus(name)
     found = [cupy.cuda.runtime.getDeviceProperties(number)["name"] for number in numbers]
     free = min(cupy.cuda.Device(number).mem_info[0] for number in numbers)
     return MatrixGpus(", ".join(sorted({each.decode() for each in found})), len(numbers) * free)
