@@ -320,10 +320,6 @@ INLINE i32 place_of(int round, int thread) {
   return call / CALLS_PER_GROUP * GROUP + call % CALLS_PER_GROUP * RUN;
 }
 
-INLINE Figures *figures_of(const Part *part, i64 number, i64 chunk) {
-  return part->figures + (number - part->first_block) * BLOCK_SIZE / chunk * MODELS;
-}
-
 // ---------------------------------------------------------------- finding a cut
 
 // The magnitude of a rank among those of a delta that are not zero, and the place after the last of
@@ -339,12 +335,6 @@ typedef struct {
   u32 *counts;        // of a round
   u32 state, blocks;  // those that have counted
 } Search;
-
-INLINE i64 first_of(const Search &search, i64 round) { return round < TO_MAGNITUDE ? 0 : search.place; }
-INLINE i64 end_of(const Search &search, i64 round) {
-  if (round < TO_MAGNITUDE) return search.size;
-  return least_i64(search.size, search.place + ((i64)BINS << SHIFTS[round]));
-}
 
 INLINE void count_run(const Search &search, i64 round, i64 place, i64 end, u32 *counts) {
   Run<BASE_KIND> base;
@@ -440,12 +430,12 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
   if (is_first) atomicMax(&largest, peak);
   __syncthreads();
   if (own == 0) atomicMax(part->peak, largest);
+  Figures *figures = part->figures + (blockIdx.x - part->first_block) * BLOCK_SIZE / chunk * MODELS;
   for (int m = own; m < MODELS; m += THREADS) {
-    Figures *figures = figures_of(part, blockIdx.x, chunk) + m;
-    atomicMax(&figures->peak, sums[m].peak);
-    atomicAdd(&figures->over, sums[m].over);
-    atomicAdd(&figures->drawn, sums[m].drawn);
-    atomicAdd(&figures->kept, sums[m].kept);
+    atomicMax(&figures[m].peak, sums[m].peak);
+    atomicAdd(&figures[m].over, sums[m].over);
+    atomicAdd(&figures[m].drawn, sums[m].drawn);
+    atomicAdd(&figures[m].kept, sums[m].kept);
   }
 }
 
@@ -459,8 +449,10 @@ extern "C" __global__ void find_cuts(Search *searches, i64 count, i64 round) {
   if (known.state) return;
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = 0;
   __syncthreads();
-  i64 step = (i64)shared * THREADS * RUN, end = end_of(known, round);
-  i64 place = first_of(known, round) + ((i64)own * THREADS + threadIdx.x) * RUN;
+  bool is_place = round >= TO_MAGNITUDE;
+  i64 step = (i64)shared * THREADS * RUN, first = is_place ? known.place : 0;
+  i64 end = is_place ? least_i64(known.size, first + ((i64)BINS << SHIFTS[round])) : known.size;
+  i64 place = first + ((i64)own * THREADS + threadIdx.x) * RUN;
   for (; place < end; place += step) count_run(known, round, place, end, counts);
   __syncthreads();
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) {
