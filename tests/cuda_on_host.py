@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,8 @@ from dare.kernels import cuda
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 GPUS = 2
+AT_WORK = threading.Lock()  # numbers of blocks, and what their threads share, are the library's
+OF_DIGESTS = ("sum_blocks", "digest_sums")
 IS_REAL = "DARE_TEST_GPU" in os.environ
 on_host_only = pytest.mark.skipif(IS_REAL, reason="what it asks cannot be had of a real GPU")
 
@@ -111,7 +114,43 @@ class Compiled:
         self._library = compiled(folder, code, macros)
 
     def get_kernel(self, name):
-        return getattr(self._library, f"dare_{name}_any")
+        return self._library, name
+
+
+# Threads run one after the other; a merge's need each other's results, and are one a block.
+BUILT_IN = """
+struct Index { unsigned x; };
+extern "C" { Index blockIdx, gridDim, threadIdx; }
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __builtin_assume(what)
+#define __ffsll __builtin_ffsll
+#define __syncthreads()
+#define __syncthreads_or(value) (value)
+#define __syncwarp()
+#define __threadfence()
+#define __shfl_xor_sync(warp, value, apart) (value)
+template <typename Number> Number atomicAdd(Number *sum, unsigned value) {
+  Number before = *sum;
+  *sum += value;
+  return before;
+}
+template <typename Number> void atomicMax(Number *most, Number value) {
+  if (*most < value) *most = value;
+}
+"""
+SUM_BLOCKS = """
+extern "C" void sum_blocks(const Piece *pieces, i64 count, i64 blocks, u64 *sums) {
+  i64 number = ((i64)blockIdx.x * THREADS + threadIdx.x) / WARP, block = number % blocks;
+  if (number >= count * blocks || threadIdx.x % WARP) return;
+  Piece piece = pieces[number / blocks];
+  u64 *own = sums_of(sums, number / blocks, blocks, block);
+  for (int lane = 0; lane < LANES_OF_STRIPE; lane++) own[lane] = 0;
+  if (block >= mixed_blocks(piece.size)) return;
+  add_stripes(own, piece.data + block * BLOCK, (const u8 *)SECRET, STRIPES);
+}
+"""
 
 
 @functools.cache
@@ -119,7 +158,8 @@ def compiled(folder, code, macros):
     if COMPILER is None:
         pytest.skip("needs a compiler of C++")
     file = Path(folder, "-".join(value for _, value in macros) or "digests")
-    file.with_suffix(".cc").write_text(code)
+    own = ("#define THREADS 1\n", "") if macros else ("", SUM_BLOCKS)
+    file.with_suffix(".cc").write_text(BUILT_IN + own[0] + code + own[1])
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
     defined = [f"-D{name}={value}" for name, value in macros]
     files = [file.with_suffix(".cc"), "-o", file.with_suffix(".so")]
@@ -130,11 +170,20 @@ def compiled(folder, code, macros):
 class LaunchConfig:
     def __init__(self, *, grid, block):
         assert block == 256
-        self.grid = grid
+        self.grid, self.block = grid, block
 
 
 def launch(_stream, config, kernel, *arguments):
-    kernel(*map(ctypes.c_int64, (*arguments, config.grid)))
+    library, name = kernel
+    run, given = getattr(library, name), [*map(ctypes.c_int64, arguments)]
+    block, thread, blocks = (
+        ctypes.c_uint.in_dll(library, index) for index in ("blockIdx", "threadIdx", "gridDim")
+    )
+    with AT_WORK:
+        blocks.value = config.grid
+        for block.value in range(config.grid):
+            for thread.value in range(config.block if name in OF_DIGESTS else 1):
+                run(*given)
 
 
 class FileStreamProgramCache:

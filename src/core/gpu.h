@@ -1,17 +1,20 @@
 // A merge on a GPU: what `merge` in jobs.h does, but for digests. The compiler of GPUs makes a
 // kernel for one shape of merge, which macros tell: BASE_KIND, MODEL_KIND, OUT_KIND, MODELS, ELECTS,
-// HAS_MASKS, HAS_BANDS. Any other compiler of C++ makes a function that does the same, for tests.
+// HAS_MASKS, HAS_BANDS. Tests compile it for processors, and say what that compiler has built in.
 //
 // A thread takes the 16 elements of one call of Philox: four runs of four that lie 32 apart. Blocks
 // are merged as if nothing were NaN, and those where something is once more, with care.
 #ifndef GPU_H
 #define GPU_H
 
+#ifndef THREADS  // of a block; tests have one, which takes all of its elements
+#define THREADS 256
+#endif
 enum {
+  WARP = THREADS < 32 ? THREADS : 32,
   RUN = 4, RUNS = 4, RUN_STEP = GROUP / RUNS,
-  THREADS = 256,
-  CALLS_PER_THREAD = 8,
-  BLOCK_SIZE = THREADS * CALLS_PER_THREAD * RUN * RUNS,  // elements; a block is of one chunk
+  BLOCK_SIZE = 32768,  // elements; a block is of one chunk
+  CALLS_PER_THREAD = BLOCK_SIZE / THREADS / RUN / RUNS,
   // As registers allow: runs that are loaded together, and blocks of a multiprocessor.
   TOGETHER = MODELS <= 4 ? RUNS : 1,
   AT_ONCE = MODELS <= 4 ? 2 : 1
@@ -53,24 +56,25 @@ typedef struct {
 } Block;
 
 // The figures of one thread: its counts are at most 128, and lie in one byte each.
+#if THREADS > 1
+enum { COUNT_BITS = 8 };
+typedef u32 Counts;
+#else
+enum { COUNT_BITS = 16 };
+typedef u64 Counts;
+#endif
 typedef struct {
-  u32 peak, counts;
+  u32 peak;
+  Counts counts;
 } Tally;
 
 // ---------------------------------------------------------------- runs of stored elements
 
-#ifdef __CUDACC_RTC__
 // An address as one of the device's memory, which is not shared by the threads of a block alone.
 template <typename Address> INLINE Address in_memory(Address address) {
   __builtin_assume(__isGlobal(address));
   return address;
 }
-#define IN_MEMORY(address) in_memory(address)
-#define ADD_TO(sum, count) atomicAdd(sum, count)
-#else
-#define IN_MEMORY(address) (address)
-#define ADD_TO(sum, count) (*(sum) += (count))
-#endif
 
 template <enum Kind kind> struct Run {
   enum { WIDTH = width_of(kind), ALIGNMENT = WIDTH > 4 ? 16 : RUN * WIDTH };
@@ -112,14 +116,14 @@ template <enum Kind kind> struct Run {
   }
   void load(const u8 *from, i32 place, i32 size, bool is_careful) {
     from += (i64)place * WIDTH;
-    if (!is_careful) stored = *(const decltype(stored) *)IN_MEMORY(from);
+    if (!is_careful) stored = *(const decltype(stored) *)in_memory(from);
     else UNROLLED for (int i = 0; i < RUN * WIDTH; i++) {
       ((u8 *)stored.words)[i] = place + i / WIDTH < size ? from[i] : 0;
     }
   }
   void store(u8 *to, i32 place, i32 size, bool is_careful) const {
     to += (i64)place * WIDTH;
-    if (!is_careful) *(decltype(stored) *)IN_MEMORY(to) = stored;
+    if (!is_careful) *(decltype(stored) *)in_memory(to) = stored;
     else UNROLLED for (int i = 0; i < RUN * WIDTH; i++) {
       if (place + i / WIDTH < size) to[i] = ((const u8 *)stored.words)[i];
     }
@@ -162,11 +166,7 @@ INLINE void draw_models(const Model *models, u64 start, i32 place, u32 (*lanes)[
     }
   }
   for (u64 left = ties; left; left &= left - 1) {
-#ifdef __CUDACC_RTC__
     int bit = __ffsll((i64)left) - 1;
-#else
-    int bit = __builtin_ctzll(left);
-#endif
     const Model *model = models + bit / 32 * 2 + bit % 8 / RUNS;
     u64 element = start + (u64)(place + bit % RUNS * RUN_STEP + bit % 32 / 8);
     Philox drawn = philox(element, TIE_BREAK, model->key0, model->key1);
@@ -218,7 +218,7 @@ INLINE void merge_run(const Block &block, const Model *models, i32 place, bool i
       else total[i] += term;
     }
     u32 drawn = (u32)__builtin_popcount(lanes[m][run]);
-    tallies[m].counts += over | drawn << 8 | kept << 16;
+    tallies[m].counts += over | (Counts)drawn << COUNT_BITS | (Counts)kept << 2 * COUNT_BITS;
   }
   Run<OUT_KIND> out;
   f32 values[RUN];
@@ -320,10 +320,6 @@ INLINE i32 place_of(int round, int thread) {
   return call / CALLS_PER_GROUP * GROUP + call % CALLS_PER_GROUP * RUN;
 }
 
-INLINE Figures *figures_of(const Part *part, i64 number, i64 chunk) {
-  return part->figures + (number - part->first_block) * BLOCK_SIZE / chunk * MODELS;
-}
-
 // ---------------------------------------------------------------- finding a cut
 
 // The magnitude of a rank among those of a delta that are not zero, and the place after the last of
@@ -340,12 +336,6 @@ typedef struct {
   u32 state, blocks;  // those that have counted
 } Search;
 
-INLINE i64 first_of(const Search &search, i64 round) { return round < TO_MAGNITUDE ? 0 : search.place; }
-INLINE i64 end_of(const Search &search, i64 round) {
-  if (round < TO_MAGNITUDE) return search.size;
-  return least_i64(search.size, search.place + ((i64)BINS << SHIFTS[round]));
-}
-
 INLINE void count_run(const Search &search, i64 round, i64 place, i64 end, u32 *counts) {
   Run<BASE_KIND> base;
   Run<MODEL_KIND> tuned;
@@ -358,7 +348,7 @@ INLINE void count_run(const Search &search, i64 round, i64 place, i64 end, u32 *
     u32 magnitude = magnitude_of(tuned[i] - base[i]), above = magnitude - (u32)search.magnitude;
     u64 bin = round < TO_MAGNITUDE ? above : above ? ~0ull : (u64)(place + i - search.place);
     bin >>= SHIFTS[round];
-    if (magnitude && bin < BINS) ADD_TO(counts + bin, 1);
+    if (magnitude && bin < BINS) atomicAdd(counts + bin, 1);
   }
 }
 
@@ -383,15 +373,16 @@ INLINE void end_round(Search *search, i64 round, const u32 *counts) {
   *(is_place ? &search->place : &search->magnitude) += bin << SHIFTS[round];
 }
 
-#ifdef __CUDACC_RTC__
+// ---------------------------------------------------------------- kernels
+
 #define ROLLED_LOOP _Pragma("unroll 1")
 
 INLINE u32 largest_of_warp(u32 value) {
-  UNROLLED for (int apart = 16; apart; apart /= 2) value = max_words(value, __shfl_xor_sync(~0u, value, apart));
+  UNROLLED for (int apart = WARP / 2; apart; apart /= 2) value = max_words(value, __shfl_xor_sync(~0u, value, apart));
   return value;
 }
 INLINE u32 sum_of_warp(u32 value) {
-  UNROLLED for (int apart = 16; apart; apart /= 2) value += __shfl_xor_sync(~0u, value, apart);
+  UNROLLED for (int apart = WARP / 2; apart; apart /= 2) value += __shfl_xor_sync(~0u, value, apart);
   return value;
 }
 
@@ -403,7 +394,7 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
   const Part *part = part_of(parts, count, blockIdx.x);
   Block block = block_of(part, blockIdx.x);
   int own = (int)threadIdx.x;
-  if (own < MODELS) models[own] = model_of(part, block, own), sums[own] = {};
+  for (int m = own; m < MODELS; m += THREADS) models[m] = model_of(part, block, m), sums[m] = {};
   if (own == 0) largest = 0;
   __syncthreads();
   Tally tallies[MODELS] = {};
@@ -423,11 +414,12 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
     }
   }
   __syncwarp();
-  bool is_first = own % 32 == 0;
+  bool is_first = own % WARP == 0;
   UNROLLED for (int m = 0; m < MODELS; m++) {
-    u32 most = largest_of_warp(tallies[m].peak), low = tallies[m].counts & 0xFFu;
-    u32 pair = sum_of_warp(low | (tallies[m].counts & 0xFF00u) << 8);
-    u32 kept = HAS_BANDS ? sum_of_warp(tallies[m].counts >> 16) : 0;
+    u32 most = largest_of_warp(tallies[m].peak), counted = (1u << COUNT_BITS) - 1;
+    u32 over = tallies[m].counts & counted, drawn = tallies[m].counts >> COUNT_BITS & counted;
+    u32 pair = sum_of_warp(over | drawn << 16);
+    u32 kept = HAS_BANDS ? sum_of_warp((u32)(tallies[m].counts >> 2 * COUNT_BITS)) : 0;
     if (!is_first) continue;
     atomicMax(&sums[m].peak, most);
     atomicAdd(&sums[m].over, pair & 0xFFFFu);
@@ -438,12 +430,12 @@ merge_parts(const Part *parts, i64 count, i64 threshold, i64 chunk) {
   if (is_first) atomicMax(&largest, peak);
   __syncthreads();
   if (own == 0) atomicMax(part->peak, largest);
-  if (own < MODELS) {
-    Figures *figures = figures_of(part, blockIdx.x, chunk) + own;
-    atomicMax(&figures->peak, sums[own].peak);
-    atomicAdd(&figures->over, sums[own].over);
-    atomicAdd(&figures->drawn, sums[own].drawn);
-    atomicAdd(&figures->kept, sums[own].kept);
+  Figures *figures = part->figures + (blockIdx.x - part->first_block) * BLOCK_SIZE / chunk * MODELS;
+  for (int m = own; m < MODELS; m += THREADS) {
+    atomicMax(&figures[m].peak, sums[m].peak);
+    atomicAdd(&figures[m].over, sums[m].over);
+    atomicAdd(&figures[m].drawn, sums[m].drawn);
+    atomicAdd(&figures[m].kept, sums[m].kept);
   }
 }
 
@@ -457,8 +449,10 @@ extern "C" __global__ void find_cuts(Search *searches, i64 count, i64 round) {
   if (known.state) return;
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) counts[bin] = 0;
   __syncthreads();
-  i64 step = (i64)shared * THREADS * RUN, end = end_of(known, round);
-  i64 place = first_of(known, round) + ((i64)own * THREADS + threadIdx.x) * RUN;
+  bool is_place = round >= TO_MAGNITUDE;
+  i64 step = (i64)shared * THREADS * RUN, first = is_place ? known.place : 0;
+  i64 end = is_place ? least_i64(known.size, first + ((i64)BINS << SHIFTS[round])) : known.size;
+  i64 place = first + ((i64)own * THREADS + threadIdx.x) * RUN;
   for (; place < end; place += step) count_run(known, round, place, end, counts);
   __syncthreads();
   for (int bin = (int)threadIdx.x; bin < BINS; bin += THREADS) {
@@ -477,59 +471,5 @@ extern "C" __global__ void find_cuts(Search *searches, i64 count, i64 round) {
   __syncthreads();
   if (threadIdx.x == 0) end_round(search, round, counts), search->blocks = 0;
 }
-#else
-static void merge_block(const Block &block, const Model *models, bool is_careful, u32 threshold,
-                        Figures *figures, u32 *peak) {
-  for (int thread = 0; thread < THREADS; thread++) {
-    Tally tallies[MODELS] = {};
-    for (int round = 0; round < CALLS_PER_THREAD; round++) {
-      i32 place = place_of(round, thread);
-      if (place < block.size) merge_call(block, models, place, is_careful, threshold, tallies, peak);
-    }
-    for (int m = 0; m < MODELS; m++) {
-      figures[m].peak = most_u32(figures[m].peak, tallies[m].peak);
-      figures[m].over += tallies[m].counts & 0xFF;
-      figures[m].drawn += tallies[m].counts >> 8 & 0xFF;
-      figures[m].kept += tallies[m].counts >> 16;
-    }
-  }
-}
-
-ENTRY(void, merge_parts)(const Part *parts, i64 count, i64 threshold, i64 chunk, i64 blocks) {
-  for (i64 number = 0; number < blocks; number++) {
-    const Part *part = part_of(parts, count, number);
-    Block block = block_of(part, number);
-    Model models[MODELS];
-    for (int m = 0; m < MODELS; m++) models[m] = model_of(part, block, m);
-    Figures sums[MODELS] = {}, *figures = figures_of(part, number, chunk);
-    u32 peak = 0;
-    bool is_careful = needs_care(block, models);
-    if (!is_careful) merge_block(block, models, false, (u32)threshold, sums, &peak);
-    if (is_careful || peak > INFINITE) {
-      for (int m = 0; m < MODELS; m++) sums[m] = {};
-      merge_block(block, models, true, (u32)threshold, sums, &peak);
-    }
-    *part->peak = most_u32(*part->peak, peak);
-    for (int m = 0; m < MODELS; m++) {
-      figures[m].peak = most_u32(figures[m].peak, sums[m].peak);
-      figures[m].over += sums[m].over;
-      figures[m].drawn += sums[m].drawn;
-      figures[m].kept += sums[m].kept;
-    }
-  }
-}
-
-ENTRY(void, find_cuts)(Search *searches, i64 count, i64 round, i64) {
-  for (Search *search = searches; search < searches + count; search++) {
-    i64 end = end_of(*search, round);
-    if (search->state) continue;
-    for (i64 place = first_of(*search, round); place < end; place += RUN) {
-      count_run(*search, round, place, end, search->counts);
-    }
-    end_round(search, round, search->counts);
-    for (int bin = 0; bin < BINS; bin++) search->counts[bin] = 0;
-  }
-}
-#endif
 
 #endif

@@ -1,5 +1,6 @@
 // Digests of what lies in a GPU's memory. Sums of all blocks of 1,024 bytes are made at once; then
-// each chunk's blocks are taken one after the other, which only mixes 64 bytes of each.
+// each chunk's blocks are taken one after the other, which only mixes 64 bytes of each. Tests run
+// the threads of a block one after the other, and bring their own `sum_blocks`.
 #ifndef GPU_DIGESTS_H
 #define GPU_DIGESTS_H
 
@@ -36,6 +37,7 @@ extern "C" __global__ void sum_blocks(const Piece *pieces, i64 count, i64 blocks
   }
   if (own < LANES_OF_STRIPE) sums_of(sums, number / blocks, blocks, block)[lane] = sum;
 }
+#endif
 
 extern "C" __global__ void digest_sums(const Piece *pieces, i64 count, i64 blocks, u64 *sums,
                                        Digest *digests) {
@@ -53,31 +55,9 @@ extern "C" __global__ void digest_sums(const Piece *pieces, i64 count, i64 block
     last[threadIdx.x] = sum;
   }
   __syncthreads();
-  if (is_there && lane == 0) digests[number] = end_piece(pieces[number], last + threadIdx.x);
-}
-#else
-ENTRY(void, sum_blocks)(const Piece *pieces, i64 count, i64 blocks, u64 *sums, i64) {
-  for (i64 piece = 0; piece < count; piece++) {
-    for (i64 block = 0; block < mixed_blocks(pieces[piece].size); block++) {
-      u64 *own = sums_of(sums, piece, blocks, block);
-      for (int lane = 0; lane < LANES_OF_STRIPE; lane++) own[lane] = 0;
-      add_stripes(own, pieces[piece].data + block * BLOCK, (const u8 *)SECRET, STRIPES);
-    }
+  if (is_there && lane == LANES_OF_STRIPE - 1) {
+    digests[number] = end_piece(pieces[number], last + threadIdx.x - lane);
   }
 }
-
-ENTRY(void, digest_sums)(const Piece *pieces, i64 count, i64 blocks, u64 *sums, Digest *digests, i64) {
-  for (i64 piece = 0; piece < count; piece++) {
-    Hash hash = begin_hash(0, 0);
-    for (i64 block = 0; block < mixed_blocks(pieces[piece].size); block++) {
-      for (int lane = 0; lane < LANES_OF_STRIPE; lane++) {
-        u64 more = sums_of(sums, piece, blocks, block)[lane];
-        hash.sums[lane] = scrambled(hash.sums[lane] + more, lane);
-      }
-    }
-    digests[piece] = end_piece(pieces[piece], hash.sums);
-  }
-}
-#endif
 
 #endif

@@ -43,12 +43,9 @@ INLINE Words choose(Words mask, Words when_set, Words when_clear) {
 
 // Both are below 2³¹: processors compare numbers with a sign faster.
 INLINE Words is_lower(Words a, Words b) { return (Words)((Integers)a < (Integers)b); }
-INLINE Words is_less_double(Doubles a, Doubles b) {
-  return (Words)__builtin_convertvector((LongIntegers)(a < b), Integers);
-}
-INLINE Words is_at_most_double(Doubles a, Doubles b) {
-  return (Words)__builtin_convertvector((LongIntegers)(a <= b), Integers);
-}
+INLINE Words narrowed(LongIntegers mask) { return (Words)__builtin_convertvector(mask, Integers); }
+INLINE Words is_less_double(Doubles a, Doubles b) { return narrowed((LongIntegers)(a < b)); }
+INLINE Words is_at_most_double(Doubles a, Doubles b) { return narrowed((LongIntegers)(a <= b)); }
 // The second where either is NaN.
 INLINE Doubles min_doubles(Doubles a, Doubles b) {
   LongIntegers mask = (LongIntegers)(a < b);
@@ -128,7 +125,7 @@ INLINE void store_bits(u64 *bits, i64 i, Words mask) {
 INLINE Words load_fields(const u8 *from, i64 i, u32 bits, i64 count) {
   u64 some = 0;
   __builtin_memcpy(&some, from + i * bits / 8, (u64)(count * bits + 7) / 8);
-  Words place = bits * (Words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Words place = bits * places_from(0);
   Words lower = is_below(place, all_words(32));
   Words fields = choose(lower, all_words((u32)some), all_words((u32)(some >> 32)));
   return (Words)((Integers)(fields << (32 - bits - (place & 31u))) >> (32 - bits));

@@ -15,12 +15,11 @@ INLINE void ask(u32 leaf, u32 *a, u32 *b, u32 *c, u32 *d) {
 }
 
 EXTERN VISIBLE const char *dare_levels(void) {
-  u32 a, b, c, d, extended, enabled = 0, high;
+  u32 a, b, c, d, leaf7, extended, enabled = 0, high;
   ask(1, &a, &b, &c, &d);
   if (c >> 27 & 1) __asm__ volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
   u32 has_fma = c >> 12 & 1, has_f16c = c >> 29 & 1, has_movbe = c >> 22 & 1;
-  ask(7, &a, &b, &extended, &d);
-  u32 leaf7 = b;
+  ask(7, &a, &leaf7, &extended, &d);
   ask(0x80000001u, &a, &b, &c, &d);
   u32 has_lzcnt = c >> 5 & 1;
   u32 v3 = 1u << 3 | 1u << 5 | 1u << 8, v4 = 1u << 16 | 1u << 17 | 1u << 28 | 1u << 30 | 1u << 31;

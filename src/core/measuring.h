@@ -31,8 +31,8 @@ typedef struct {
 
 INLINE i64 padded_size(i64 size) { return (size + SIGN_BLOCK - 1) / SIGN_BLOCK * SIGN_BLOCK; }
 
-INLINE const void *from_place(const Array *raw, i64 first) {
-  return AT(u8, raw) + first * width_of((enum Kind)raw->kind);
+INLINE void pad(f32 *values, i64 size) {
+  for (i64 i = size; i < padded_size(size); i++) values[i] = 0;
 }
 
 // The base counts as zero where `has_base` is 0. What is not finite becomes zero if it `mends`.
@@ -64,11 +64,8 @@ static Extremes subtract_tile(const Array *raw, i64 first, i64 size, const f32 *
   Extremes found;
   const void *from = from_place(raw, first);
   FOR_KIND(raw->kind, found = subtract_kind(K, from, F32, base, has_base, 0, size, out));
+  pad(out, size);
   return largest_of(found.peak) < INFINITE ? found : mend(out, size);
-}
-
-INLINE void pad(f32 *values, i64 size) {
-  for (i64 i = size; i < padded_size(size); i++) values[i] = 0;
 }
 
 // The power of two that brings a magnitude to [1, 2), as far as float32 has it.
@@ -115,19 +112,18 @@ static void add_powers(const f32 *values, const f32 *base, i64 size, f64 scale, 
 }
 
 // Into rows of bins that take turns, for equal magnitudes often follow each other.
-static void count_magnitudes(const f32 *values, i64 size, u32 *even, u32 *odd) {
+static void count_magnitudes(const f32 *values, i64 elements, u32 *even, u32 *odd) {
   u16 places[2 * SIGN_BLOCK];
-  for (i64 first = 0; first < size; first += 2 * SIGN_BLOCK) {
-    i64 used = least_i64(2 * SIGN_BLOCK, size - first);
-    for (i64 i = 0; i < used; i += LANES) {
+  EACH_TILE(elements, 2 * SIGN_BLOCK) {
+    for (i64 i = 0; i < size; i += LANES) {
       Words bits = bits_of(load(values + first + i, LANES));
       store_16(places + i, bits >> MAGNITUDE_SHIFT & (MAGNITUDE_BINS - 1u), LANES);
     }
-    for (i64 i = 0; i + 1 < used; i += 2) {
+    for (i64 i = 0; i + 1 < size; i += 2) {
       even[places[i]]++;
       odd[places[i + 1]]++;
     }
-    if (used % 2) even[places[used - 1]]++;
+    if (size % 2) even[places[size - 1]]++;
   }
 }
 
@@ -187,8 +183,7 @@ static void count_conflicts(const Measuring *room, i64 models, i64 words, i64 *c
 static void add_products(const f32 *left, const f32 *right, i64 size, f64 left_scale,
                          f64 right_scale, f64 *lanes) {
   f32 of_left = (f32)left_scale, of_right = (f32)right_scale;
-  Floats sums[POSITIONS];
-  for (int part = 0; part < POSITIONS; part++) sums[part] = all_floats(0);
+  Floats sums[POSITIONS] = {};
   for (i64 i = 0; i < size; i += INTERLEAVED) {
     for (int part = 0; part < POSITIONS; part++) {
       i64 at = i + part * LANES;
@@ -205,8 +200,7 @@ static void add_together(const Measuring *room, i64 models, i64 size, f64 *lanes
   for (i64 model = 1; model < models; model++) {
     if (room[model].scale < scale) scale = room[model].scale;
   }
-  Floats sums[POSITIONS], terms[POSITIONS];
-  for (int part = 0; part < POSITIONS; part++) sums[part] = all_floats(0);
+  Floats sums[POSITIONS] = {}, terms[POSITIONS];
   for (i64 i = 0; i < size; i += INTERLEAVED) {
     const f32 *delta = room[0].delta + i;
     for (int part = 0; part < POSITIONS; part++) terms[part] = load(delta + part * LANES, LANES);
@@ -234,7 +228,6 @@ static void take_deltas(const Array *base, const Array *raws, const u8 *are_delt
     f32 *delta = room[model].delta;
     u32 *even = AT(u32, bins) + 2 * model * bins->columns;
     Extremes found = subtract_tile(raws + model, first, used, own, !are_deltas[model], delta);
-    pad(delta, used);
     take_signs(delta, padded_size(used), 1, room[model].signs);
     count_magnitudes(delta, used, even, even + bins->columns);
     room[model].scale = scale_for(largest_of(found.peak));
@@ -258,22 +251,22 @@ ENTRY(void, measure)(const Array *base, const Array *raws, const Array *are_delt
     for (int i = 0; i < 6 * INTERLEAVED; i++) room[model].sums[i / INTERLEAVED][i % INTERLEAVED] = 0;
   }
   for (i64 i = 0; i < INTERLEAVED * (pair_sums->size + 1); i++) pairs[i] = 0;
-  for (i64 first = 0; first < base->size; first += ANALYSED) {
-    i64 used = least_i64(ANALYSED, base->size - first), size = padded_size(used), words = size / 32;
-    take_deltas(base, raws, AT(u8, are_deltas), models, first, used, AT(CountsOfModel, counts),
+  EACH_TILE(base->size, ANALYSED) {
+    i64 padded = padded_size(size), words = padded / 32;
+    take_deltas(base, raws, AT(u8, are_deltas), models, first, size, AT(CountsOfModel, counts),
                 bins, room);
-    add_products(own->delta, own->delta, size, own->scale, own->scale, own->sums[0]);
+    add_products(own->delta, own->delta, padded, own->scale, own->scale, own->sums[0]);
     for (i64 one = 0, pair = 0; one < models; one++) {
-      add_powers(room[one].delta, own->delta, size, room[one].scale, own->scale, room[one].sums);
+      add_powers(room[one].delta, own->delta, padded, room[one].scale, own->scale, room[one].sums);
       for (i64 other = one + 1; other < models; other++, pair++) {
-        add_products(room[one].delta, room[other].delta, size, room[one].scale, room[other].scale,
+        add_products(room[one].delta, room[other].delta, padded, room[one].scale, room[other].scale,
                      pairs + INTERLEAVED * pair);
       }
     }
     if (models > 1) {
       compare_pairs(room, models, words, AT(i64, pair_counts));
       count_conflicts(room, models, words, AT(i64, shared));
-      add_together(room, models, size, together);
+      add_together(room, models, padded, together);
     }
   }
   for (i64 i = 0; i < sums->size; i++) AT(f64, sums)[i] += add_interleaved(room[i / 6].sums[i % 6]);
@@ -297,11 +290,8 @@ ENTRY(void, sample)(const Array *raw, const Array *base, i64 is_delta, i64 start
     i64 first = (place * period + turn) * run, room_left = least_i64(run, out->size - place * run);
     i64 size = most_i64(0, least_i64(room_left, raw->size - first));
     f32 *to = AT(f32, out) + place * run;
-    const void *from = from_place(raw, first), *base_from = from_place(base, first);
-    if (raw->kind != base->kind) {
-      decode_tile(base, first, size, room->delta);
-      base_from = room->delta;
-    }
+    const void *from = from_place(raw, first);
+    const void *base_from = in_kinds(raw->kind, base, first, size, room->delta);
     FOR_KINDS(raw->kind, base->kind, subtract_kind(K, from, L, base_from, !is_delta, 1, size, to));
     for (i64 i = size; i < room_left; i++) to[i] = 0;
   }
@@ -312,13 +302,12 @@ ENTRY(void, sample)(const Array *raw, const Array *base, i64 is_delta, i64 start
 ENTRY(void, compare_tops)(const Array *values, const Array *least, Array *sizes, Array *pair_counts,
                           Measuring *room) {
   i64 models = least->size, elements = values->columns;
-  for (i64 first = 0; first < elements; first += ANALYSED) {
-    i64 used = least_i64(ANALYSED, elements - first), words = padded_size(used) / 32;
+  EACH_TILE(elements, ANALYSED) {
+    i64 padded = padded_size(size), words = padded / 32;
     for (i64 model = 0; model < models; model++) {
       f32 *delta = room[model].delta;
-      subtract_tile(values, model * elements + first, used, delta, 0, delta);
-      pad(delta, used);
-      take_signs(delta, padded_size(used), AT(u32, least)[model], room[model].signs);
+      subtract_tile(values, model * elements + first, size, delta, 0, delta);
+      take_signs(delta, padded, AT(u32, least)[model], room[model].signs);
       AT(i64, sizes)[model] += count_changed(room[model].signs, words);
     }
     compare_pairs(room, models, words, AT(i64, pair_counts));

@@ -1,4 +1,4 @@
-// What compilers call by themselves, for there is no library of C.
+// What compilers call by themselves, for there is no library of C. The linker tells what is missing.
 #ifndef MEMORY_H
 #define MEMORY_H
 
@@ -19,19 +19,6 @@ OWN_MEMORY void *memmove(void *to, const void *from, __SIZE_TYPE__ size) {
   if (to <= from) return memcpy(to, from, size);
   while (size--) ((volatile u8 *)to)[size] = ((const u8 *)from)[size];
   return to;
-}
-
-OWN_MEMORY void *memset(void *to, int value, __SIZE_TYPE__ size) {
-  for (__SIZE_TYPE__ i = 0; i < size; i++) ((volatile u8 *)to)[i] = (u8)value;
-  return to;
-}
-
-OWN_MEMORY int memcmp(const void *one, const void *other, __SIZE_TYPE__ size) {
-  const u8 *a = (const u8 *)one, *b = (const u8 *)other;
-  for (__SIZE_TYPE__ i = 0; i < size; i++) {
-    if (a[i] != b[i]) return a[i] - b[i];
-  }
-  return 0;
 }
 
 #ifdef _WIN32

@@ -5,6 +5,18 @@ static void decode_tile(const Array *raw, i64 first, i64 size, f32 *out) {
   FOR_KIND(raw->kind, EACH(size, store(out + i, load_kind(K, raw->data, first + i, count), count)));
 }
 
+// The elements of an array from a place on.
+INLINE const void *from_place(const Array *raw, i64 first) {
+  return AT(u8, raw) + first * width_of((enum Kind)raw->kind);
+}
+
+// The same as elements of a kind or, for `FOR_KINDS`, as F32, which may need some room.
+INLINE const void *in_kinds(i64 kind, const Array *raw, i64 first, i64 size, f32 *room) {
+  if (raw->kind == kind || raw->kind == F32) return from_place(raw, first);
+  decode_tile(raw, first, size, room);
+  return room;
+}
+
 ENTRY(void, decode)(const Array *raw, Array *out) { decode_tile(raw, 0, raw->size, AT(f32, out)); }
 
 // Return the largest magnitude's bits.
@@ -105,8 +117,7 @@ static u32 round_tile(const f32 *base, const f32 *merged, f32 scale, enum Kind r
 ENTRY(i64, add_to_base)(const Array *raw, const Array *merged, f32 scale, Array *out, void *room) {
   f32 *base = (f32 *)room;
   u32 peak = 0;
-  for (i64 first = 0; first < raw->size; first += TILE) {
-    i64 size = least_i64(TILE, raw->size - first);
+  EACH_TILE(raw->size, TILE) {
     decode_tile(raw, first, size, base);
     peak = most_u32(peak, round_tile(base, AT(f32, merged) + first, scale, (enum Kind)raw->kind, raw->data,
                                    (enum Kind)out->kind, out->data, first, size));
@@ -258,8 +269,7 @@ static void combine_tile(const Operand *models, i64 count_of_models, i64 kind, i
 ENTRY(void, combine)(const Array *base, const Operand *models, i64 count_of_models, i64 kind, i64 start,
                      i64 elects, i64 threshold, i64 chunk, Array *out, i64 *figures, void *given) {
   CombineRoom *room = (CombineRoom *)given;
-  for (i64 first = 0; first < base->size; first += TILE) {
-    i64 size = least_i64(TILE, base->size - first);
+  EACH_TILE(base->size, TILE) {
     decode_tile(base, first, size, room->base);
     combine_tile(models, count_of_models, kind, start, first, size, elects, (u32)threshold,
                  AT(f32, out) + first, figures + 4 * (first / chunk) * count_of_models, room);

@@ -37,8 +37,7 @@ INLINE i64 clamp(i64 value, i64 most) { return value < 0 ? 0 : least_i64(value, 
 INLINE i64 copy_kept(enum Way way, const Array *whole, const Array *lanes, const Array *packed,
                      i64 width, u16 *places) {
   i64 total = 0;
-  for (i64 first = 0; first < whole->size; first += TILE) {
-    i64 size = least_i64(TILE, whole->size - first);
+  EACH_TILE(whole->size, TILE) {
     i64 found = find_lanes(AT(u8, lanes) + first, size, places);
     i64 used = clamp(packed->size - total, found);
     copy_places(width, way, AT(u8, whole) + first * width, places, used, AT(u8, packed) + total * width);
@@ -165,13 +164,12 @@ INLINE u16 quantise_group(const f32 *values, i64 used, u32 bits, u32 *parts) {
 INLINE void quantise_all(const Array *values, u32 bits, u8 *codes, u16 *scales) {
   u32 parts[SCALE_GROUP];
   f32 padded[SCALE_GROUP];
-  for (i64 first = 0; first < values->size; first += SCALE_GROUP) {
+  EACH_TILE(values->size, SCALE_GROUP) {
     const f32 *some = AT(f32, values) + first;
-    i64 used = least_i64(SCALE_GROUP, values->size - first);
     EACH(SCALE_GROUP, store(padded + i, all_floats(0), count));
-    EACH(used, store(padded + i, load(some + i, count), LANES));
-    scales[first / SCALE_GROUP] = quantise_group(padded, used, bits, parts);
-    for (i64 i = 0; i < (used * bits + 7) / 8; i++) {
+    EACH(size, store(padded + i, load(some + i, count), LANES));
+    scales[first / SCALE_GROUP] = quantise_group(padded, size, bits, parts);
+    for (i64 i = 0; i < (size * bits + 7) / 8; i++) {
       u32 code = 0;
       for (u32 j = 0; j < 8 / bits; j++) code |= (u32)((u8 *)parts)[8 / bits * i + j] << bits * j;
       codes[first * bits / 8 + i] = (u8)code;
@@ -194,10 +192,9 @@ INLINE void unpack(const u8 *codes, u32 bits, u16 given, f32 *out, i64 size) {
 }
 
 ENTRY(void, dequantise)(const Array *codes, const Array *scales, i64 bits, Array *out) {
-  for (i64 group = 0; group < scales->size; group++) {
-    i64 first = group * SCALE_GROUP, size = least_i64(SCALE_GROUP, out->size - first);
+  EACH_TILE(out->size, SCALE_GROUP) {
     const u8 *some = AT(u8, codes) + first * bits / 8;
-    u16 scale = AT(u16, scales)[group];
+    u16 scale = AT(u16, scales)[first / SCALE_GROUP];
     f32 *to = AT(f32, out) + first;
     switch (bits) {
       case 8: unpack(some, 8, scale, to, size); break;
@@ -238,21 +235,16 @@ INLINE void apply_kind(enum Kind kind, enum Kind packed_kind, const void *stored
 ENTRY(i64, apply_packed)(const Array *base, const Array *packed, i64 are_deltas, const Array *lanes,
                          f32 factor, Array *out, Array *saved, void *given) {
   ApplyRoom *room = (ApplyRoom *)given;
-  i64 total = 0, width = width_of((enum Kind)base->kind), is_same = packed->kind == base->kind;
+  i64 total = 0, width = width_of((enum Kind)base->kind);
   i64 end = least_i64(packed->size, saved->size);
-  for (i64 first = 0; first < base->size; first += TILE) {
-    i64 size = least_i64(TILE, base->size - first);
+  EACH_TILE(base->size, TILE) {
     i64 found = find_lanes(AT(u8, lanes) + first, size, room->places);
     i64 used = clamp(end - total, found);
     i64 whole = (used + LANES - 1) / LANES * LANES;
     i64 taken = total + whole <= end ? whole : used;  // some are computed in vain, for speed
     u8 *stored = AT(u8, saved) + total * width;
-    const u8 *values = AT(u8, packed) + total * width_of((enum Kind)packed->kind);
+    const void *values = in_kinds(base->kind, packed, total, taken, room->change);
     copy_places(width, GATHER, AT(u8, base) + first * width, room->places, used, stored);
-    if (!is_same && packed->kind != F32) {
-      decode_tile(packed, total, taken, room->change);
-      values = (const u8 *)room->change;
-    }
     f32 *change = room->change;
     FOR_KINDS(base->kind, packed->kind,
               apply_kind(K, L, stored, values, are_deltas, factor, change, room->fresh, taken));

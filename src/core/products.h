@@ -73,8 +73,7 @@ ENTRY(void, add_products)(const Array *left, const Array *right, i64 first, i64 
 INLINE void multiply_rows(const f32 *left, const f32 *right, i64 rank, i64 columns, i64 rows,
                           f32 scale, f32 *out, i64 size) {
   EACH(size, {
-    Floats sums[4];
-    for (i64 row = 0; row < rows; row++) sums[row] = all_floats(0);
+    Floats sums[4] = {};
     for (i64 number = 0; number < rank; number++) {
       Floats factors = load(right + number * columns + i, count);
       for (i64 row = 0; row < rows; row++) sums[row] += factors * left[row * rank + number];

@@ -73,8 +73,7 @@ ENTRY(void, balance_scores)(const Array *values, const Array *total, f64 factor,
                             f64 models, f64 floor, Array *out, void *given) {
   ScoreRoom *room = (ScoreRoom *)given;
   Competition by = {factor, 1 / peak, models, floor};
-  for (i64 first = 0; first < values->size; first += SCORED) {
-    i64 size = least_i64(SCORED, values->size - first);
+  EACH_TILE(values->size, SCORED) {
     const f32 *some = AT(f32, values) + first, *whole = AT(f32, total) + first;
     f32 *scores = AT(f32, out) + first;
     mark_scoring(some, whole, by, peak, room->marks, scores, size);

@@ -13,15 +13,13 @@ typedef signed long long i64;
 typedef float f32;
 typedef double f64;
 
-#ifdef __cplusplus
-#define EXTERN extern "C"
-#else
-#define EXTERN
-#endif
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __cplusplus
+#define EXTERN extern "C"
 #define CONSTANT constexpr INLINE
+#define _Static_assert static_assert
 #else
+#define EXTERN
 #define CONSTANT INLINE
 #endif
 #ifdef _WIN32
@@ -96,11 +94,12 @@ CONSTANT i64 width_of(enum Kind kind) { return kind == F64 ? 8 : kind == F32 ? 4
     }                                                \
   } while (0)
 
+// Do something with each tile of a whole: `size` places from `first` on.
+#define EACH_TILE(whole, tile) \
+  for (i64 first = 0, size; (size = least_i64(tile, (whole) - first)) > 0; first += tile)
+
 // Scratch memory that the caller brings; a function that needs more says so in `core.py`.
 enum { ROOM_BYTES = 512 << 10 };
-#ifdef __cplusplus
-#define _Static_assert static_assert
-#endif
 #define FITS(room) _Static_assert(sizeof(room) <= ROOM_BYTES, "")
 
 INLINE u32 bits_of_f32(f32 value) {
