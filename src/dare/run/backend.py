@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
     known: Sequence[Sequence[str]] = ()
     there: Sequence[int] = ()  # addresses of base and models on the GPU that merges, if it has them
     # Buffers for elements that only the GPU has, should they be needed here: then base and models
-    # are `OnGpu`. None if the elements are here.
+    # are `OnGpu`. There are none if the elements are here.
     rooms: Sequence[Raw] = ()
 
     @property
