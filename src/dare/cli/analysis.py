@@ -13,7 +13,6 @@ from dare.cli import DONE, FAILED, HELP, UsageError
 from dare.cli.flags import (
     FIELDS,
     RESOURCES,
-    Debug,
     Json,
     Overwrite,
     Quiet,
@@ -66,7 +65,6 @@ def analyze(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Say what the weights show."""
     from dare.analysis.advice import to_json
@@ -129,7 +127,6 @@ def advise(
     options: Options | None = None,
     quiet: Quiet = False,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Print a recipe that suits the models."""
     from dare.cli.template import advised_toml, nothing_advised
@@ -158,7 +155,6 @@ def report(
     overwrite: Overwrite = False,
     options: Options | None = None,
     quiet: Quiet = False,
-    debug: Debug = False,
 ) -> int:
     """Write the page."""
     from dare.analysis.document import make_document

@@ -16,7 +16,6 @@ from dare.cli import DONE, FAILED, INTERRUPTED, UsageError
 from dare.cli.flags import (
     FILES,
     RUN,
-    Debug,
     Json,
     Overwrite,
     Quiet,
@@ -215,7 +214,6 @@ def verify(
     signer: Annotated[list[Path] | None, Flag(metavar="FILE")] = None,
     quiet: Quiet = False,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Compare outputs with their manifests.
 
@@ -276,7 +274,6 @@ def methods(
     *,
     json: Json = False,
     stage: StageFiles = None,
-    debug: Debug = False,
 ) -> int:
     """Show stages.
 
@@ -355,7 +352,6 @@ def demo(
     full: Switch = False,
     models: Path | None = None,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Run the demonstration.
 
@@ -396,7 +392,6 @@ def playground(
     build: RunPath = None,
     overwrite: RunSwitch = False,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Serve the playground.
 

@@ -13,7 +13,6 @@ from dare.cli.flags import (
     METHOD,
     MISFITS,
     RESOURCES,
-    Debug,
     Json,
     Overwrite,
     Resume,
@@ -235,7 +234,7 @@ def moe(
     return build_mixture, {}
 
 
-def convert(file: Path, /, *, json: Json = False, debug: Debug = False) -> int:
+def convert(file: Path, /, *, json: Json = False) -> int:
     """Print a mergekit configuration as a recipe.
 
     :param file: A configuration for mergekit, in YAML.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dare.cli import DONE, HELP, UsageError
-from dare.cli.parsing import Command, Flag, Option, read_options, takes_stage_flags
+from dare.cli.parsing import OUTPUT, Command, Flag, Option, read_options, takes_stage_flags
 
 if TYPE_CHECKING:
     from dare.documents.console import Console
@@ -33,7 +33,6 @@ STAGE_PARAMETERS = "Parameters of stages"
 MISFITS = "What does not fit together"
 RESOURCES = "Resources"
 RUN = "This run"
-OUTPUT = "What is shown"
 
 
 def switch(*names: str, **place: Any) -> Flag:
@@ -51,7 +50,6 @@ _EVERYTHING = "Show plan, progress and report: the default."
 Verbose = Annotated[bool, _shown("--verbose", "-v", help=_EVERYTHING)]
 Quiet = Annotated[bool, _shown("--quiet", "-q", help="Show errors only.")]
 Json = Annotated[bool, _shown(help="JSON on stdout, everything else on stderr.")]
-Debug = Annotated[bool, _shown(help="Show the traceback of an error.")]
 Switch = Annotated[bool, switch()]
 RunSwitch = Annotated[bool, switch(group=RUN)]
 RunPath = Annotated[Path | None, Flag(group=RUN)]
@@ -103,12 +101,12 @@ DROP_RATE = (list[str], Flag((), METHOD, HELP["drop_rate"], "VALUE...", least=1)
 DECLARED = {**FIELDS, **PER_MODEL, "drop_rate": DROP_RATE}
 
 # Flags of every command that takes a recipe, which are not part of one.
-NOT_IN_RECIPE = {"config": (Config, None), "stage": (StageFiles, None), "debug": (Debug, False)}
+NOT_IN_RECIPE = {"config": Config, "stage": StageFiles}
 
 
 def takes_recipe(command: Command) -> Command:
     """Give a command a flag for all that a recipe can say, beside its `**flags` for stages."""
-    shared = [_keyword(name, *declared) for name, declared in NOT_IN_RECIPE.items()]
+    shared = [_keyword(name, kind, None) for name, kind in NOT_IN_RECIPE.items()]
     return _declare(command, command, [*shared, *map(flag_for, DECLARED)])
 
 
@@ -170,7 +168,6 @@ def runs(declared: Callable[..., Work], more: Sequence[inspect.Parameter] = ()) 
         from dare.documents.console import make_console
         from dare.errors import DareWarning
 
-        flags.pop("debug", None)  # which main reads
         asked = inspect.signature(declared).bind(*given, **flags)
         asked.apply_defaults()
         work, changed = declared(*asked.args, **asked.kwargs)
@@ -181,9 +178,8 @@ def runs(declared: Callable[..., Work], more: Sequence[inspect.Parameter] = ()) 
             found = work(*asked.args, **asked.kwargs | changed)
         return show_result(console, found, as_json=json)
 
-    shared = {"quiet": Quiet, "json": Json, "debug": Debug}
-    keywords = [_keyword(name, kind, False) for name, kind in shared.items()]
-    return _declare(run, declared, [*keywords, *more])
+    shared = [_keyword("quiet", Quiet, False), _keyword("json", Json, False)]
+    return _declare(run, declared, [*shared, *more])
 
 
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -209,8 +205,7 @@ def _stage_help(name: str) -> str:
         found = stage.parameters[name]
         default = f"{stage.name} {exact_text(found.default)}"
         meanings.setdefault(f"{found.description} {found.range}", []).append(default)
-    texts = [f"{text} [default: {', '.join(its)}]" for text, its in meanings.items()]
-    return "\n".join(texts)
+    return "\n".join([f"{text} [default: {', '.join(its)}]" for text, its in meanings.items()])
 
 
 def recipe_from_flags(

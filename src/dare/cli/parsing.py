@@ -152,6 +152,13 @@ class Option:
             raise _wrong_type(name, text, self.kind) from None
 
 
+OUTPUT = "What is shown"  # the group of the flags for that
+# Every command has it, and `main` reads it.
+DEBUG = Option(
+    "debug", bool, Flag((), OUTPUT, shows_default=False), "Show the traceback of an error.", False
+)
+
+
 def _wrong_type(name: str, text: str, kind: type) -> CoercionError:
     """Return the error for a text that is not of a type."""
     fault = f'Invalid value for {name}: unable to convert "{text}" into {kind.__name__}.'
@@ -195,7 +202,7 @@ def read_options(command: Command) -> list[Option]:
             found += _read_fields(option.kind, option.name)
         else:
             found.append(option)
-    return found
+    return [*found, DEBUG]
 
 
 def _read_fields(table: Any, owner: str) -> Iterator[Option]:
@@ -386,6 +393,7 @@ def call(
     line = CommandLine(name, options, more if takes_stage_flags(command) else list)
     line.read(words)
     placed, named = line.finish()
+    named.pop(DEBUG.name, None)
     return lambda: command(*placed, **_with_tables(command, options, named))
 
 

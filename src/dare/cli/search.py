@@ -17,7 +17,6 @@ from dare.cli.commands import Inputs, by_position
 from dare.cli.flags import (
     RESOURCES,
     RUN,
-    Debug,
     Json,
     Overwrite,
     Quiet,
@@ -46,8 +45,7 @@ SCORES = "What decides"
 
 def _flag(field: str, group: str, *names: str, metavar: str = "") -> Flag:
     """A flag for a field of the table `[search]`, or for what stands beside it."""
-    text = HELP["search"].get(field, "")
-    return Flag(names, group, text, metavar, least=1, shows_default=False)
+    return Flag(names, group, HELP["search"].get(field, ""), metavar, least=1, shows_default=False)
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,6 @@ def show(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     json: Json = False,
-    debug: Debug = False,
 ) -> int:
     """Show a study, also while it runs.
 
@@ -233,7 +230,6 @@ def best(
     *,
     write: Annotated[Path, Flag(takes_dashes=True)] = Path("-"),
     overwrite: Overwrite = False,
-    debug: Debug = False,
 ) -> int:
     """Write the recipe of the best.
 
