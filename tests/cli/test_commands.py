@@ -292,6 +292,25 @@ def test_help_is_there_at_once(capsys):
     assert best < 0.3
 
 
+@pytest.mark.parametrize(("words", "status"), [(["methods", "dare"], 0), (["methods", "drae"], 1)])
+def test_a_program_that_ends_at_once_has_cleaned_up_and_said_everything(words, status, tmp_path):
+    (tmp_path / "kept").mkdir()
+    stage = tmp_path / "stage.py"
+    stage.write_text(
+        "import atexit, sys, tempfile\n"
+        "from dare.stages import delta_stage\n"
+        "@delta_stage()\n"
+        "def nothing(block):\n"
+        "    'Nothing.'\n"
+        "FOLDER = tempfile.TemporaryDirectory(dir='kept')\n"
+        "atexit.register(sys.stdout.write, 'the end')\n"
+    )
+    command = [sys.executable, "-m", "dare", *words, "--stage", str(stage)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.endswith("the end")) == (status, True)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
 # ---------------------------------------------------------------- warnings
 
 
