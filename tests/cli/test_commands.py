@@ -298,7 +298,7 @@ def test_a_program_that_ends_at_once_has_cleaned_up_and_said_everything(words, s
     stage = tmp_path / "stage.py"
     stage.write_text(
         "import atexit, sys, tempfile\n"
-        "from dare.stages import delta_stage\n"
+        "from dare.stages.registry import delta_stage\n"
         "@delta_stage()\n"
         "def nothing(block):\n"
         "    'Nothing.'\n"
